@@ -1,0 +1,241 @@
+"""The command line: which model, data and callbacks make a run, what follows training, and short answers to mistakes."""
+
+import csv
+import difflib
+import logging
+import os
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning as L
+import torch
+import yaml
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+from . import PACKAGE, ROOT, UserError
+from .check import check
+from .data import ImageData
+from .export import OnnxExport, export, export_summary
+from .registry import Registry, register, register_best
+from .runs import RunFolder, evaluate, newest_best, summary
+from .task import ClassificationTask
+from .tracking import MLflowRun
+
+RECIPE = ROOT / "recipe.yaml" if (ROOT / "recipe.yaml").is_file() else PACKAGE / "recipe.yaml"
+
+# What a bare argument after a command means: `predict photos/`, `test runs/x/checkpoints/best.ckpt`.
+POSITIONAL = {"predict": "--data.predict_dir"} | dict.fromkeys(
+    ("validate", "test", "export", "register"), "--ckpt_path"
+)
+
+# Of this machine and this call, and so not taken over from a checkpoint.
+NOT_FROM_CHECKPOINT = {"num_workers", "data_dir", "cache_dir", "predict_dir", "seed"}
+
+
+class Parser(LightningArgumentParser):
+    """Answers a mistake in three lines: what is wrong, what may have been meant, where the options are."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        parser = getattr(ex, "subcommand_parser", None) or self
+        options = [option for action in parser._actions for option in action.option_strings]
+        words = [word.split("=")[0] for word in sys.argv[2:] if word.startswith("--")]
+        unknown = [word for word in words if word not in options]
+        close = [match for word in unknown for match in difflib.get_close_matches(word, options, n=1)]
+        print(f"error: {' '.join(message.split())[:400]}", file=sys.stderr)
+        if close:
+            print(f"Did you mean {' '.join(close)}?", file=sys.stderr)
+        print(f"All options: python -m {PACKAGE.name} {sys.argv[1]} --help", file=sys.stderr)
+        sys.exit(2)
+
+
+class Trainer(L.Trainer):
+    """Lightning's Trainer, with our commands beside its own: each method that `CLI.subcommands` names is one."""
+
+    check = check
+    export = export
+    register = register
+
+
+class CLI(LightningCLI):
+    """LightningCLI whose defaults are the recipe, and whose `fit` ends with a verified, registered model."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        ours = {"model", "datamodule"}
+        return {
+            **LightningCLI.subcommands(),
+            "check": ours,
+            "export": ours,
+            "register": ours,
+        }
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("seed_everything", "data.seed")
+        parser.add_class_arguments(MLflowRun, "logger")
+        parser.add_lightning_class_args(TQDMProgressBar, "progress_bar")
+        parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
+        parser.add_lightning_class_args(EarlyStopping, "early_stopping")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")  # the first one is the Trainer's own: the best
+        parser.add_lightning_class_args(ModelCheckpoint, "last")
+        parser.add_lightning_class_args(OnnxExport, "onnx")  # not "export": the command has the name
+        parser.add_lightning_class_args(Registry, "registry")
+
+    def _parse_ckpt_path(self) -> None:
+        """Options default to those that the checkpoint was trained with. Lightning's own version lets the checkpoint
+        win over what the user sets, without a word (Lightning-AI/pytorch-lightning#21455)."""
+        command = self.config["subcommand"]
+        path = self.config[command].get("ckpt_path")
+        if not path:
+            return
+        self.checkpoint = load_checkpoint(path)
+        model, data = (
+            dict(self.checkpoint.get(key, {})) for key in ("hyper_parameters", "datamodule_hyper_parameters")
+        )
+        defaults = {
+            "seed_everything": data.get("seed", 42),
+            "model": {key: value for key, value in model.items() if not key.startswith("_")},
+            "data": {key: value for key, value in data.items() if key not in NOT_FROM_CHECKPOINT and key[0] != "_"},
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "checkpoint.yaml"
+            file.write_text(yaml.safe_dump(defaults))
+            parser = self._parser(command)
+            parser.default_config_files = [*parser.default_config_files, str(file)]
+            self.parse_arguments(self.parser, None)
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        config = self._get(self.config_init, "trainer")
+        cuda = config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        if not cuda and str(config["precision"]) in ("16", "16-mixed"):
+            rank_zero_info(f"precision: {config['precision']} needs CUDA; on this machine the run computes in 32-true")
+            kwargs["precision"] = "32-true"
+        if self.subcommand not in ("fit", "register"):
+            kwargs["logger"] = False
+        elif config["logger"] in (None, True):
+            kwargs["logger"] = self._get(self.config_init, "logger")
+        if self.subcommand in ("check", "predict", "export", "register"):
+            kwargs["devices"] = 1
+        return super().instantiate_trainer(**kwargs)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
+        """Leave out the callbacks that Lightning refuses when a switch of the Trainer turns their subject off."""
+        off = [
+            ModelCheckpoint if config["enable_checkpointing"] is False else None,
+            TQDMProgressBar if config["enable_progress_bar"] is False else None,
+            LearningRateMonitor if config["logger"] is False else None,
+        ]
+        return super()._instantiate_trainer(config, [callback for callback in callbacks if type(callback) not in off])
+
+    def before_fit(self) -> None:
+        self.started = time.perf_counter()
+        if self.config["fit"]["ckpt_path"]:
+            trained = self.checkpoint["hyper_parameters"]
+            for key, value in self.model.hparams.items():
+                if key in trained and value != trained[key]:
+                    raise UserError(
+                        f"model.{key} is {value!r}, the checkpoint was trained with {trained[key]!r}: a resumed run keeps "
+                        "the checkpoint's. Leave it out, or train anew."
+                    )
+        if isinstance(self.trainer.logger, MLflowRun):
+            self.trainer.logger.keep_open = True
+        if rank_zero_only.rank == 0:
+            check(self.trainer, self.model, self.datamodule)
+
+    def after_fit(self) -> None:
+        """Evaluate, register and sum up the best checkpoint, all as part of the same MLflow run."""
+        best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+        if not best:
+            rank_zero_info("No checkpoint was written, so nothing is evaluated, exported or registered.")
+            return
+        try:
+            metrics = evaluate(self.trainer, self.model, self.datamodule, best)
+            if self.trainer.is_global_zero:
+                lines: list[str] = []
+                lines += export_summary(Path(best))
+                lines += register_best(self.trainer, Path(best), metrics)
+                print(summary(Path(best), metrics, time.perf_counter() - self.started, lines), flush=True)
+        except BaseException:
+            self.end_run("failed")
+            raise
+        self.end_run("success")
+
+    def end_run(self, status: str) -> None:
+        if isinstance(self.trainer.logger, MLflowRun):
+            self.trainer.logger.keep_open = False
+            self.trainer.logger.finalize(status)
+
+    def predict(self, model: L.LightningModule, datamodule: ImageData, **kwargs: Any) -> None:
+        """Write file, class and probability of each image of a folder to a CSV in the checkpoint's run."""
+        batches = self.trainer.predict(model, datamodule=datamodule, **kwargs)
+        probabilities, indices = torch.cat(batches).max(dim=1)
+        folder = Path(self.config["predict"]["data"]["predict_dir"]).resolve()
+        path = Path(kwargs["ckpt_path"]).parent.parent / f"predictions-{folder.name}.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["file", "class", "probability"])
+            for image, index, probability in zip(datamodule.predict_files, indices, probabilities, strict=True):
+                writer.writerow([image.as_posix(), model.hparams["classes"][index], f"{probability:.6f}"])
+        print(f"{len(datamodule.predict_files)} images classified: {os.path.relpath(path)}")
+
+
+def load_checkpoint(path: str) -> dict[str, Any]:
+    """A checkpoint's content, read without running any code in it.
+
+    Raises:
+        UserError: The file is missing, damaged, or holds objects that could run code.
+    """
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged file raises one of many kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path} can't be read as a checkpoint: {reason[:200]}") from error
+    return checkpoint
+
+
+def quiet() -> None:
+    """Silence what is no news to the user; everything else stays visible."""
+    tips = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    tips.addFilter(lambda record: "Tip:" not in record.getMessage())  # adverts for other products
+    for message in (
+        ".*does not have many workers.*",  # data in memory is faster without
+        ".*isinstance.treespec, LeafSpec.*",  # Lightning's own use of torch
+        ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its folder
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+def run() -> None:
+    """Run the command of `sys.argv`; a user's mistake ends in one message and exit code 1 or 2."""
+    quiet()
+    command, arguments = sys.argv[1], sys.argv[2:]
+    if arguments and command in POSITIONAL and not arguments[0].startswith("-"):
+        arguments.insert(0, POSITIONAL[command])
+    explicit = any(word.split("=")[0] in ("--ckpt_path", "--help", "-h", "--print_config") for word in arguments)
+    try:
+        if command in POSITIONAL and not explicit:
+            arguments += ["--ckpt_path", str(newest_best())]
+        sys.argv[1:] = [command, *arguments]
+        CLI(
+            ClassificationTask,
+            ImageData,
+            save_config_callback=RunFolder,
+            trainer_class=Trainer,
+            parser_class=Parser,
+            seed_everything_default=42,
+            auto_configure_optimizers=False,
+            parser_kwargs={
+                "prog": f"python -m {PACKAGE.name}",
+                **{name: {"default_config_files": [str(RECIPE)]} for name in CLI.subcommands()},
+            },
+        )
+    except (UserError, MisconfigurationException) as error:
+        sys.exit(f"error: {error}")
+    except SIGTERMException:
+        sys.exit(143)  # 128 + SIGTERM; Lightning 2.6 would report success

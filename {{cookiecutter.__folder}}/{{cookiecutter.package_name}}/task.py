@@ -1,0 +1,176 @@
+"""What is learned and how: loss, metrics, optimizer and learning-rate schedule."""
+
+import math
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from . import UserError
+from .model import Network, parameter_groups
+
+Batch = tuple[Tensor, Tensor]
+
+
+def warmup_cosine(step: int, total_steps: int, warmup_fraction: float) -> float:
+    """Factor on the learning rate at an optimizer step: linear from 0 to 1, then half a cosine down to 0.
+
+    Depends on nothing but its arguments, so that a resumed run with another `max_epochs` takes up the new schedule.
+    Source: arXiv:1608.03983, equation 5, one cycle; warm-up as in arXiv:1706.02677, section 2.2.
+    """
+    warmup_steps = max(1, round(warmup_fraction * total_steps))
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+class ClassificationTask(L.LightningModule):
+    """Trains a network to tell K classes apart. Every argument is an option, and lies in the checkpoint.
+
+    Args:
+        width: Channels of the network's first block.
+        dropout: Share of the features that is dropped before the last layer, in training.
+        lr: Peak learning rate of AdamW.
+        weight_decay: Decay of kernels and matrices; biases and norm layers have none.
+        warmup_fraction: Share of all optimizer steps in which the learning rate rises to its peak.
+        label_smoothing: Share of each target that is spread over all classes, in training.
+        classes: Class names, in the order of the logits. Taken from the data; leave it out.
+        input_spec: Shape, dtype and statistics of the inputs. Taken from the data; leave it out.
+        fingerprint: Hashes of the data set and of its split. Taken from the data; leave it out.
+    """
+
+    def __init__(
+        self,
+        width: int = 32,
+        dropout: float = 0.1,
+        lr: float = 3e-3,
+        weight_decay: float = 0.01,
+        warmup_fraction: float = 0.1,
+        label_smoothing: float = 0.0,
+        classes: list[str] | None = None,
+        input_spec: dict[str, Any] | None = None,
+        fingerprint: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        if classes:
+            self.build()
+
+    def build(self) -> None:
+        """Make the network and the metrics for the classes and the inputs that the hyperparameters name."""
+        self.network = Network(
+            self.hparams["input_spec"], len(self.hparams["classes"]), self.hparams["width"], self.hparams["dropout"]
+        )
+        self.train_metrics = self.make_metrics("train")
+        self.val_metrics = self.make_metrics("val")
+        self.test_metrics = self.make_metrics("test")
+
+    def adopt(self, datamodule: L.LightningDataModule) -> None:
+        """Build for this data, or, where the network came from a checkpoint, refuse data of another kind.
+
+        Raises:
+            UserError: The classes or the input shape differ from those that the network was trained on.
+        """
+        if not self.hparams["classes"]:
+            for key in ("classes", "input_spec", "fingerprint"):
+                self.hparams[key] = getattr(datamodule, key)
+            self.build()
+        if self.hparams["classes"] != datamodule.classes:
+            raise UserError(
+                f"The data has the classes {datamodule.classes}, the checkpoint was trained on "
+                f"{self.hparams['classes']}. Point --data.source at the data it was trained on, or train anew."
+            )
+        if self.hparams["input_spec"]["shape"] != datamodule.input_spec["shape"]:
+            raise UserError(
+                f"The data has inputs of shape {datamodule.input_spec['shape']}, the checkpoint expects "
+                f"{self.hparams['input_spec']['shape']}. Set --data.image_size to match."
+            )
+
+    def setup(self, stage: str) -> None:
+        if stage == "predict":  # files to predict are read to the checkpoint's shape, and have no classes of their own
+            return
+        self.adopt(self.trainer.datamodule)
+        if stage == "fit" and self.hparams["fingerprint"] != self.trainer.datamodule.fingerprint:
+            raise UserError(
+                f"This checkpoint was trained on data {self.hparams['fingerprint']}, the data now is "
+                f"{self.trainer.datamodule.fingerprint}. Resume on the same files and split, or train anew."
+            )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(B, ...) raw inputs as the data module yields them -> (B, K) float32 logits."""
+        logits: Tensor = self.network(inputs)
+        return logits
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """(B, K) logits and (B,) int64 class indices -> scalar mean cross-entropy in nats."""
+        smoothing = self.hparams["label_smoothing"] if self.training else 0.0
+        return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
+
+    def make_metrics(self, split: str) -> MetricCollection:
+        """Metrics of one split, under the names `{split}_loss`, `{split}_acc`, ...: add yours here.
+
+        Each receives, by name, those it asks for of: `value` (the batch's mean loss) and `weight` (its size), so that
+        losses are averaged over samples; `preds` (B, K) logits and `target` (B,).
+        """
+        num_classes = len(self.hparams["classes"])
+        metrics = {
+            "loss": MeanMetric(),
+            "acc": MulticlassAccuracy(num_classes, average="micro"),
+        }
+        return MetricCollection(metrics, prefix=f"{split}_")
+
+    def measure(self, metrics: MetricCollection, logits: Tensor, targets: Tensor) -> Tensor:
+        """Add a batch to the metrics and return its loss, with gradients."""
+        loss = self.loss(logits, targets)
+        metrics.update(value=loss.detach(), weight=len(targets), preds=logits.detach(), target=targets)
+        return loss
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        return self.measure(self.train_metrics, self(inputs), targets)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        inputs, targets = batch
+        self.measure(self.val_metrics, self(inputs), targets)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        inputs, targets = batch
+        self.measure(self.test_metrics, self(inputs), targets)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """(B, K) float32 probabilities."""
+        inputs, _ = batch
+        return self(inputs).float().softmax(dim=1)
+
+    def log_epoch(self, metrics: MetricCollection) -> None:
+        """Log what the epoch gave, over all devices, and start afresh."""
+        self.log_dict(metrics.compute(), prog_bar=True)
+        metrics.reset()
+
+    def on_train_epoch_end(self) -> None:
+        self.log_epoch(self.train_metrics)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_epoch(self.val_metrics)
+
+    def on_test_epoch_end(self) -> None:
+        self.log_epoch(self.test_metrics)
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        groups = parameter_groups(self.network, self.hparams["weight_decay"])
+        # Not fused: Lightning 2.6 can't clip gradients of a fused optimizer under 16-mixed (pytorch-lightning#21435).
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"])
+        total_steps = self.trainer.estimated_stepping_batches
+        if not math.isfinite(total_steps):
+            raise UserError("The cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps.")
+        warmup_fraction = self.hparams["warmup_fraction"]
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_cosine(step, int(total_steps), warmup_fraction)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
