@@ -1,4 +1,4 @@
-"""A deep-learning project on PyTorch Lightning. Start reading at model.py, data.py and task.py; cli.py ties them together."""
+"""A deep-learning project on PyTorch Lightning. Read model.py, data.py and task.py first; cli.py ties them together."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command line: which model, data and callbacks make a run, what follows training, and short answers to mistakes."""
+"""The command line: which model, data and callbacks make a run, what follows it, and how mistakes are answered."""
 
 import csv
 import difflib
@@ -24,7 +24,7 @@ from .check import check
 from .data import ImageData
 from .export import OnnxExport, export, export_summary
 from .registry import Registry, register, register_best
-from .runs import RunFolder, evaluate, newest_best, summary
+from .runs import RunFolder, evaluate, load_checkpoint, newest_best, run_folder, summary
 from .task import ClassificationTask
 from .tracking import MLflowRun
 
@@ -78,7 +78,7 @@ class CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("seed_everything", "data.seed")
-        parser.add_class_arguments(MLflowRun, "logger")
+        parser.add_class_arguments(MLflowRun, "logger", instantiate=False)  # only where a run is recorded
         parser.add_lightning_class_args(TQDMProgressBar, "progress_bar")
         parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
         parser.add_lightning_class_args(EarlyStopping, "early_stopping")
@@ -114,23 +114,27 @@ class CLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         cuda = config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         if not cuda and str(config["precision"]) in ("16", "16-mixed"):
-            rank_zero_info(f"precision: {config['precision']} needs CUDA; on this machine the run computes in 32-true")
+            rank_zero_info(f"precision: {config['precision']} needs CUDA, so this run computes in 32-true")
             kwargs["precision"] = "32-true"
-        if self.subcommand not in ("fit", "register"):
+        if self.subcommand not in ("fit", "check", "register"):
             kwargs["logger"] = False
         elif config["logger"] in (None, True):
-            kwargs["logger"] = self._get(self.config_init, "logger")
+            kwargs["logger"] = MLflowRun(**self._get(self.config_init, "logger"))
+            if self.subcommand != "check" and (path := self._get(self.config, "ckpt_path")):
+                kwargs["logger"].use_folder(run_folder(path))  # a resumed run goes on in the same MLflow run
+        if self.subcommand != "fit":
+            kwargs["enable_checkpointing"] = False
         if self.subcommand in ("check", "predict", "export", "register"):
             kwargs["devices"] = 1
         return super().instantiate_trainer(**kwargs)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
-        """Leave out the callbacks that Lightning refuses when a switch of the Trainer turns their subject off."""
-        off = [
-            ModelCheckpoint if config["enable_checkpointing"] is False else None,
-            TQDMProgressBar if config["enable_progress_bar"] is False else None,
-            LearningRateMonitor if config["logger"] is False else None,
-        ]
+        """Leave out the callbacks that have nothing to do, some of which Lightning would refuse."""
+        off: list[type[L.Callback]] = []
+        off += [ModelCheckpoint] if config["enable_checkpointing"] is False else []
+        off += [EarlyStopping] if self.subcommand != "fit" else []
+        off += [TQDMProgressBar] if config["enable_progress_bar"] is False else []
+        off += [LearningRateMonitor] if config["logger"] is False or self.subcommand != "fit" else []
         return super()._instantiate_trainer(config, [callback for callback in callbacks if type(callback) not in off])
 
     def before_fit(self) -> None:
@@ -138,10 +142,10 @@ class CLI(LightningCLI):
         if self.config["fit"]["ckpt_path"]:
             trained = self.checkpoint["hyper_parameters"]
             for key, value in self.model.hparams.items():
-                if key in trained and value != trained[key]:
+                if value != trained.get(key, value):  # Lightning would go on with the old one, without a word
                     raise UserError(
-                        f"model.{key} is {value!r}, the checkpoint was trained with {trained[key]!r}: a resumed run keeps "
-                        "the checkpoint's. Leave it out, or train anew."
+                        f"model.{key} is {value!r}, but {trained[key]!r} in the checkpoint, which a resumed run keeps. "
+                        "Leave it out, or train anew."
                     )
         if isinstance(self.trainer.logger, MLflowRun):
             self.trainer.logger.keep_open = True
@@ -176,27 +180,13 @@ class CLI(LightningCLI):
         batches = self.trainer.predict(model, datamodule=datamodule, **kwargs)
         probabilities, indices = torch.cat(batches).max(dim=1)
         folder = Path(self.config["predict"]["data"]["predict_dir"]).resolve()
-        path = Path(kwargs["ckpt_path"]).parent.parent / f"predictions-{folder.name}.csv"
+        path = run_folder(kwargs["ckpt_path"]) / f"predictions-{folder.name}.csv"
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["file", "class", "probability"])
             for image, index, probability in zip(datamodule.predict_files, indices, probabilities, strict=True):
                 writer.writerow([image.as_posix(), model.hparams["classes"][index], f"{probability:.6f}"])
         print(f"{len(datamodule.predict_files)} images classified: {os.path.relpath(path)}")
-
-
-def load_checkpoint(path: str) -> dict[str, Any]:
-    """A checkpoint's content, read without running any code in it.
-
-    Raises:
-        UserError: The file is missing, damaged, or holds objects that could run code.
-    """
-    try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged file raises one of many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path} can't be read as a checkpoint: {reason[:200]}") from error
-    return checkpoint
 
 
 def quiet() -> None:
@@ -206,7 +196,9 @@ def quiet() -> None:
     for message in (
         ".*does not have many workers.*",  # data in memory is faster without
         ".*isinstance.treespec, LeafSpec.*",  # Lightning's own use of torch
+        ".*It is recommended to use .self.log.*sync_dist=True.*",  # torchmetrics has synchronised it already
         ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its folder
+        ".*callbacks used to create the checkpoint need to be provided.*",  # only to train on, not to measure or export
     ):
         warnings.filterwarnings("ignore", message)
 

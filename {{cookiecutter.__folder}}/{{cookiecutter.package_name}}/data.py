@@ -10,36 +10,16 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
-from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms.v2 import functional as transforms
 
 from . import ROOT, UserError
+from .augment import augment
 from .images import RULE, combine_hashes, file_hashes, list_images, load_images
-from .sources import TORCHVISION_SETS, Source, digits, image_folder, torchvision_set
+from .sources import TORCHVISION_SETS, Source, cut, digits, image_folder, torchvision_set
 
 Batch = tuple[Tensor, Tensor]
-
-
-def cut(source: Source, fraction: float, seed: int, name: str) -> np.ndarray:
-    """Move a stratified share of the training split into a split of its own, and return its indices.
-
-    Raises:
-        UserError: A class has too few images to be in both.
-    """
-    train = source.splits["train"]
-    labels = source.labels[train]
-    try:
-        keep, taken = train_test_split(train, test_size=fraction, stratify=labels, random_state=seed)
-    except ValueError as error:
-        counts = {source.classes[label]: int(count) for label, count in enumerate(np.bincount(labels))}
-        raise UserError(
-            f"No {name} split of {fraction:.0%} can be cut from {len(train)} training images ({error}). Images of each "
-            f"class: {counts}. Add images, remove the rarest class, or change --data.{name}_fraction."
-        ) from error
-    source.splits["train"] = np.sort(keep)
-    return np.sort(taken)
 
 
 class TensorSet(Dataset[Batch]):
@@ -58,8 +38,8 @@ class TensorSet(Dataset[Batch]):
 
 
 class LazyLoader(DataLoader[Batch]):
-    """Starts at its first batch. Lightning asks for the iterator before it has set or restored the epoch, and a plain
-    loader's workers would then prefetch the order of epoch 0 (Lightning-AI/pytorch-lightning#21938)."""
+    """Starts at its first batch. Lightning asks for the iterator before it sets or restores the epoch, and the workers
+    of a plain loader would then prefetch the order of epoch 0 (Lightning-AI/pytorch-lightning#21938)."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         yield from super().__iter__()
@@ -71,26 +51,12 @@ def as_is(batch: Batch) -> Batch:
 
 
 def choose_num_workers(in_memory: bool) -> int:
-    """Workers of each loader: none where indexing memory is all they would do, or in a notebook, where they hang or lose
-    their output; else up to 8, never more than the cores that each local process may use."""
+    """Worker processes of a loader: none where indexing memory is all they would do, or in a notebook, where they hang
+    or lose their output; else up to 8, and never more than the cores that each local process may use."""
     if in_memory or "ipykernel" in sys.modules:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def shift(images: Tensor, pixels: int) -> Tensor:
-    """Moves each image of a batch by its own random offset of up to `pixels` in both directions; the rim is zero.
-
-    (B, C, H, W) -> (B, C, H, W), on whatever device the batch lies: one gather for the batch, no loop over samples.
-    """
-    height, width = images.shape[-2:]
-    padded = torch.nn.functional.pad(images, [pixels] * 4)
-    top, left = torch.randint(0, 2 * pixels + 1, (2, len(images), 1, 1), device=images.device)
-    rows = top + torch.arange(height, device=images.device).view(1, -1, 1)
-    columns = left + torch.arange(width, device=images.device).view(1, 1, -1)
-    sample = torch.arange(len(images), device=images.device).view(-1, 1, 1)
-    return padded[sample, :, rows, columns].permute(0, 3, 1, 2)
 
 
 class ImageData(L.LightningDataModule):
@@ -157,70 +123,73 @@ class ImageData(L.LightningDataModule):
         return source
 
     def setup(self, stage: str) -> None:
-        """Load and split once; for `predict`, read the folder as the checkpoint's network expects it."""
+        """Load and split, once; for `predict`, read the folder as the checkpoint's network expects it."""
         if stage == "predict":
             self.setup_predict()
-        if stage == "predict" or self.splits:
-            return
-        source = self.load_source()
-        for name in ("test", "val"):
-            if name not in source.splits:
-                fraction = self.hparams[f"{name}_fraction"]
-                source.splits[name] = cut(source, fraction, self.hparams["split_seed"], name)
+        elif not self.splits:
+            source = self.load_source()
+            for name in ("test", "val"):
+                if name not in source.splits:
+                    cut(source, name, self.hparams[f"{name}_fraction"], self.hparams["split_seed"])
+            self.adopt(source)
+
+    def adopt(self, source: Source) -> None:
+        """Note what the network, the checkpoint and the contract have to know of the data."""
+        names = ("train", "val", "test")
         self.classes = source.classes
-        self.splits = {name: TensorSet(source.images, source.labels, rows) for name, rows in source.splits.items()}
-        rows = [combine_hashes([name, *map(str, source.splits[name])]) for name in ("train", "val", "test")]
+        self.splits = {name: TensorSet(source.images, source.labels, source.splits[name]) for name in names}
+        rows = [f"{name} {source.splits[name].tolist()}" for name in names]
         self.fingerprint = {"data_hash": source.data_hash, "split_hash": combine_hashes([source.data_hash, *rows])}
+        channels, size = source.images.shape[1], source.images.shape[-1]
         train_images = source.images[self.splits["train"].rows].float() / 255
         self.input_spec: dict[str, Any] = {
             "name": "images",
             "shape": list(source.images.shape[1:]),
             "dtype": "uint8",
             "mean": train_images.mean(dim=(0, 2, 3)).tolist(),
-            "std": train_images.std(dim=(0, 2, 3)).clamp(min=1e-3).tolist(),
-            "preprocessing": RULE.format(mode=["L", "RGB"][source.images.shape[1] == 3], size=source.images.shape[-1]),
+            "std": train_images.std(dim=(0, 2, 3)).clamp(min=1e-3).tolist(),  # an unused channel has no deviation
+            "preprocessing": RULE.format(mode="RGB" if channels == 3 else "L", size=size),
         }
 
     def setup_predict(self) -> None:
         """Read `predict_dir` into the split `predict`, whose labels are positions in `predict_files`."""
-        folder = Path(self.hparams["predict_dir"] or "").expanduser()
+        folder, cache_dir = Path(self.hparams["predict_dir"] or "").expanduser(), ROOT / self.hparams["cache_dir"]
         self.predict_files = list_images(folder) if self.hparams["predict_dir"] and folder.is_dir() else []
         if not self.predict_files:
-            raise UserError(f"predict needs a folder of images, found none in {self.hparams['predict_dir']!r}.")
+            raise UserError(f"predict needs a folder with images, found none in {self.hparams['predict_dir']!r}.")
         channels, size, _ = self.trainer.lightning_module.hparams["input_spec"]["shape"]
-        cache_dir = ROOT / self.hparams["cache_dir"]
         contents = combine_hashes(file_hashes(self.predict_files, cache_dir))
         images = load_images(self.predict_files, "RGB" if channels == 3 else "L", size, contents, cache_dir)
         rows = np.arange(len(self.predict_files))
         self.splits["predict"] = TensorSet(images, rows, rows)
 
     def loader(self, name: str) -> LazyLoader:
-        """Batches of one split; of this process's share of it where several devices train together."""
-        split = self.splits[name]
+        """Batches of one split; of this process's share of it where several devices work together."""
+        split, batch_size, seed = self.splits[name], self.hparams["batch_size"], self.hparams["seed"]
         world_size, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
         training = name == "train"
-        if training and len(split) // world_size < self.hparams["batch_size"]:
+        if training and len(split) // world_size < batch_size:
             raise UserError(
-                f"The training split has {len(split)} images for {world_size} device(s), fewer than one batch of "
-                f"{self.hparams['batch_size']} each. Add images or set --data.batch_size lower."
+                f"{len(split)} training images for {world_size} device(s) are fewer than a batch of {batch_size} for "
+                "each. Add images, or set --data.batch_size lower."
             )
         sampler = (
-            DistributedSampler(split, world_size, rank, shuffle=True, seed=self.hparams["seed"], drop_last=True)
-            if training  # order is a function of (seed, epoch), on one device too
-            else range(rank, len(split), world_size)  # every sample once: no padding, so metrics are exact
+            DistributedSampler(split, world_size, rank, shuffle=True, seed=seed, drop_last=True)
+            if training  # the order is a function of seed and epoch, on one device too
+            else range(rank, len(split), world_size)  # every sample once: without padding, metrics are exact
         )
         num_workers = self.hparams["num_workers"]
         if num_workers is None:
             num_workers = choose_num_workers(in_memory=self.hparams["source"] in ("digits", *TORCHVISION_SETS))
         return LazyLoader(
             split,
-            batch_size=self.hparams["batch_size"],
+            batch_size=batch_size,
             sampler=sampler,
             num_workers=num_workers,
             collate_fn=as_is,
-            drop_last=training,  # a last batch of a few samples would disturb batch norm's statistics
+            drop_last=training,  # a last batch of a few samples would disturb the statistics of batch norm
             pin_memory=bool(self.trainer) and isinstance(self.trainer.accelerator, CUDAAccelerator),
-            generator=torch.Generator().manual_seed(self.hparams["seed"]),  # seeds the workers
+            generator=torch.Generator().manual_seed(seed),  # seeds the workers
             persistent_workers=num_workers > 0,
             prefetch_factor=4 if num_workers > 0 else None,
         )
@@ -237,12 +206,8 @@ class ImageData(L.LightningDataModule):
     def predict_dataloader(self) -> LazyLoader:
         return self.loader("predict")
 
-    def augment(self, images: Tensor) -> Tensor:
-        """Random changes of training images (B, C, H, W) uint8, each sample its own, on the device. Add yours here."""
-        return shift(images, self.hparams["max_shift"])
-
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         images, labels = batch
         if self.trainer and self.trainer.training:
-            images = self.augment(images)
+            images = augment(images, self.hparams["max_shift"])
         return images, labels

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +17,12 @@ from tqdm import tqdm
 
 from . import UserError
 
-# Written in the serving contract: whoever serves the model prepares images by this rule, as training did.
+# Part of the serving contract: whoever serves the model prepares images by this rule, as training did.
 RULE = (
-    "EXIF orientation applied; transparency composited on white; 16-bit scaled to 8-bit; converted to {mode}; "
-    "shorter side resized to {size} pixels (bilinear, antialiased); centre crop {size}x{size}; uint8, CHW"
+    "EXIF orientation applied; transparency composited on white; 16-bit scaled to 8-bit; converted to {mode}; resized "
+    "(bilinear, antialiased) and centre-cropped to {size}x{size} pixels; uint8, channels first"
 )
-
-# A photo of 100 megapixels takes 300 MB once decoded; larger ones are more likely an attack than a picture.
-MAX_PIXELS = 100_000_000
-
+MAX_PIXELS = 100_000_000  # takes 300 MB decoded; a larger file is more likely an attack than a picture
 SUFFIXES = {suffix for suffix, name in Image.registered_extensions().items() if name in Image.OPEN}
 
 
@@ -35,28 +33,23 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def read_image(path: Path, mode: str, size: int) -> np.ndarray:
-    """One file by `RULE`, as a (C, H, W) uint8 array; mode is Pillow's `L` (one channel) or `RGB` (three).
+    """One file by `RULE`, as a (C, size, size) uint8 array; mode is Pillow's `L` (one channel) or `RGB` (three).
 
     Raises:
-        UserError: The file can't be read as an image, or is larger than `MAX_PIXELS`.
+        UserError: The file can't be read as an image, or has more than `MAX_PIXELS`.
     """
     try:
         with Image.open(path) as image:
             if image.width * image.height > MAX_PIXELS:  # known from the header, before anything is decoded
-                raise UserError(
-                    f"{path}: {image.width}x{image.height} pixels, at most {MAX_PIXELS:,} are read. Resize it."
-                )
-            if image.mode.startswith("I"):  # 16-bit; Pillow would clip it to 255 instead of scaling it
+                raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_PIXELS:,} are read")
+            if image.mode.startswith("I"):  # 16-bit: scaled here, for Pillow would clip it to 255
                 image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).clip(0, 255).astype(np.uint8))
             image = ImageOps.exif_transpose(image)
             if image.has_transparency_data:
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-            image = ImageOps.fit(image.convert(mode), (size, size), Image.Resampling.BILINEAR)
-    except UserError:
-        raise
-    except Exception as error:  # Pillow's decoders raise many kinds; the name of the file is what the user needs
-        raise UserError(f"{path}: can't be read as an image ({error}). Repair or remove it.") from error
-    array = np.asarray(image)
+            array = np.asarray(ImageOps.fit(image.convert(mode), (size, size), Image.Resampling.BILINEAR))
+    except Exception as error:  # each of Pillow's decoders raises its own kind; what helps is the name of the file
+        raise UserError(f"{path} can't be used as an image: {error}. Repair or remove it.") from error
     return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
@@ -70,29 +63,27 @@ def file_hash(path: Path) -> str:
 
 
 def file_hashes(files: list[Path], cache_dir: Path) -> list[str]:
-    """SHA-256 of every byte of each file; read again only when its size or modification time has changed."""
+    """SHA-256 of each file's bytes; read again only when path, size or modification time has changed.
+
+    Raises:
+        UserError: A file can't be read.
+    """
     cache_file = cache_dir / "file_hashes.json"
-    cache = json.loads(cache_file.read_text()) if cache_file.is_file() else {}
-
-    def digest(path: Path) -> tuple[str, list[int | str]]:
-        key, stat = str(path.resolve()), path.stat()
-        known = cache.get(key)
-        if known and known[:2] == [stat.st_size, stat.st_mtime_ns]:
-            return key, known
-        return key, [stat.st_size, stat.st_mtime_ns, file_hash(path)]
-
+    cache: dict[str, str] = json.loads(cache_file.read_text()) if cache_file.is_file() else {}
     try:
+        keys = [f"{path.resolve()} {(stat := path.stat()).st_size} {stat.st_mtime_ns}" for path in files]
+        new = {key: path for key, path in zip(keys, files, strict=True) if key not in cache}
         with ThreadPoolExecutor() as pool:
-            entries = list(pool.map(digest, files))
+            cache |= zip(new, pool.map(file_hash, new.values()), strict=True)
     except OSError as error:
-        raise UserError(f"{error.filename}: can't be read ({error.strerror}). Repair or remove it.") from error
-    cache.update(entries)
-    replace_file(cache_file, json.dumps(cache).encode())
-    return [str(entry[2]) for _, entry in entries]
+        raise UserError(f"{error.filename} can't be read: {error.strerror}. Repair or remove it.") from error
+    if new:
+        replace_file(cache_file, json.dumps(cache).encode())
+    return [cache[key] for key in keys]
 
 
 def combine_hashes(parts: Iterable[str]) -> str:
-    """One SHA-256 over a sequence of texts; where one ends and the next begins matters."""
+    """One SHA-256 over a sequence of texts, in which it matters where one ends and the next begins."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -105,26 +96,21 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def load_images(files: list[Path], mode: str, size: int, key: str, cache_dir: Path) -> Tensor:
-    """All files by `RULE`, decoded once: (N, C, size, size) uint8, memory-mapped from the cache.
+    """All files by `RULE`, (N, C, size, size) uint8: decoded once, and memory-mapped from the cache ever after.
 
     Args:
-        files: What to read, in this order.
-        mode: Pillow's `L` or `RGB`.
-        size: Height and width in pixels.
-        key: Hash of the files' contents; with the rule, the name of the cache file.
-        cache_dir: Where decoded images are kept: N x C x size x size bytes.
+        key: Hash of the files' contents; with the rule, it names the cache file.
     """
-    name = combine_hashes([key, RULE.format(mode=mode, size=size)])
-    path = cache_dir / f"{name[:32]}.npy"
+    path = cache_dir / f"{combine_hashes([key, RULE.format(mode=mode, size=size)])[:32]}.npy"
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache_dir / f"{name[:32]}.lock"):  # one process decodes, the others wait for its file
+    with FileLock(path.with_suffix(".lock")):  # one process decodes, the others wait for its file
         if not path.is_file():
             part = path.with_suffix(".part")
-            shape = (len(files), {"L": 1, "RGB": 3}[mode], size, size)
+            shape = (len(files), 3 if mode == "RGB" else 1, size, size)
             array = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
             with ThreadPoolExecutor() as pool:
-                decoded = pool.map(lambda file: read_image(file, mode, size), files)
-                for index, image in enumerate(tqdm(decoded, "decode images", total=len(files), disable=None)):
+                images = pool.map(partial(read_image, mode=mode, size=size), files)
+                for index, image in enumerate(tqdm(images, "decode images", total=len(files), disable=None)):
                     array[index] = image
             array.flush()
             part.replace(path)

@@ -1,8 +1,8 @@
-"""How long and how much memory one ONNX file takes at one batch size: a script of its own, without torch.
+"""How long one ONNX file takes at one batch size, and how much memory: a script of its own, without torch.
 
     python latency.py model.onnx --batch_size 8 --num_threads 1
 
-A fresh process for each batch size, so that the peak memory of one can't hide in the peak of another.
+One process measures one batch size, so that the peak memory of one can't hide in the peak of another.
 """
 
 import argparse
@@ -19,39 +19,26 @@ import onnxruntime as ort
 def peak_memory_mb() -> float:
     """Largest resident memory of this process so far, in MiB."""
     status = Path("/proc/self/status")
-    if status.is_file():  # Linux carries ru_maxrss over from the parent; this counter starts with the process
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) / 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+    if status.is_file():  # on Linux, ru_maxrss is inherited from the process that started this one
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) / 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def measure(path: str, batch_size: int, num_threads: int, seconds: float) -> dict[str, float]:
-    """Run the model on random inputs for some seconds (at least 30 times), after 5 runs that don't count."""
+    """Run the model on random inputs for some seconds, at least 30 times, after 5 runs that do not count."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     spec = session.get_inputs()[0]
     dtype = np.uint8 if spec.type == "tensor(uint8)" else np.float32
     inputs = np.random.default_rng(0).integers(0, 256, (batch_size, *spec.shape[1:])).astype(dtype)
-    durations: list[float] = []
-    for _ in range(5):
+    ends = [time.perf_counter()]
+    while len(ends) < 36 or ends[-1] < ends[0] + seconds:
         session.run(None, {spec.name: inputs})
-    end = time.perf_counter() + seconds
-    while len(durations) < 30 or time.perf_counter() < end:
-        start = time.perf_counter()
-        session.run(None, {spec.name: inputs})
-        durations.append(time.perf_counter() - start)
-    p50, p99 = np.percentile(durations, [50, 99]) * 1000
-    return {
-        "batch_size": batch_size,
-        "num_threads": num_threads,
-        "p50_ms": round(float(p50), 4),
-        "p99_ms": round(float(p99), 4),
-        "samples_per_s": round(batch_size / float(p50) * 1000, 1),
-        "peak_memory_mb": round(peak_memory_mb(), 1),
-        "repeats": len(durations),
-    }
+        ends.append(time.perf_counter())
+    p50, p99 = np.percentile(np.diff(ends)[5:], [50, 99]) * 1000
+    size = {"batch_size": batch_size, "num_threads": num_threads, "repeats": len(ends) - 6}
+    return {**size, "p50_ms": round(p50, 4), "p99_ms": round(p99, 4), "peak_memory_mb": round(peak_memory_mb(), 1)}
 
 
 if __name__ == "__main__":

@@ -3,30 +3,19 @@
 import importlib.metadata
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 from filelock import FileLock
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
 from . import PACKAGE, ROOT, UserError
 from .images import file_hash
-from .runs import evaluate
-from .tracking import MLflowRun, run_facts
+from .runs import evaluate, run_folder
+from .tracking import MLflowRun, plain_errors, run_facts
 
 
-@dataclass(frozen=True)
-class Registration:
-    """What became of an export: the version it is, the aliases that now point to it, and why."""
-
-    name: str
-    version: str
-    aliases: list[str]
-    reason: str
-
-
-class Registry(L.Callback):
+class Registry(Callback):
     """Registers the exported model; `@candidate` is the newest version, `@champion` the best on the same data.
 
     Args:
@@ -48,14 +37,24 @@ class Registry(L.Callback):
         self.enabled, self.model_name = enabled, model_name or PACKAGE.name
         self.monitor, self.mode, self.min_delta = monitor, mode, min_delta
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note on the run, before training, which code, machine and data it is made of."""
-        for logger in trainer.loggers:
-            if isinstance(logger, MLflowRun):
-                classes = json.dumps(pl_module.hparams["classes"], ensure_ascii=False)
-                logger.log_tags({**run_facts(), **pl_module.hparams["fingerprint"], "classes": classes})
+    def rehearse(self, trainer: Trainer, task: LightningModule, datamodule: LightningDataModule) -> str:
+        """Make sure that the store answers and takes the model's name, as registration will need it."""
+        if not self.enabled or not isinstance(trainer.logger, MLflowRun):
+            return "registry off"
+        client = trainer.logger.client
+        with plain_errors(client.tracking_uri):
+            champion = self.champion(client)
+            if champion is None and not client.search_registered_models(f"name = '{self.model_name}'"):
+                client.create_registered_model(self.model_name)
+        return f"registry answers; champion so far: {f'version {champion.version}' if champion else 'none'}"
 
-    def run(self, run: MLflowRun, checkpoint: Path, metrics: dict[str, float]) -> Registration:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note on the run, before training, which code, machine and data it is made of."""
+        if isinstance(trainer.logger, MLflowRun):
+            classes = json.dumps(pl_module.hparams["classes"], ensure_ascii=False)
+            trainer.logger.log_tags({**run_facts(), **pl_module.hparams["fingerprint"], "classes": classes})
+
+    def run(self, run: MLflowRun, checkpoint: Path, metrics: dict[str, float]) -> str:
         """Register the export that lies beside a checkpoint; doing it again finds the same version.
 
         Args:
@@ -63,39 +62,38 @@ class Registry(L.Callback):
             checkpoint: The exported checkpoint.
             metrics: Validation and test metrics of this very checkpoint.
 
+        Returns:
+            Which version it is, the aliases that point to it, and why.
+
         Raises:
             UserError: There is no export of this checkpoint, or its metrics through ONNX are not the checkpoint's.
         """
-        folder = checkpoint.parent.parent / "export"
-        contract_path = folder / "contract.json"
-        contract = json.loads(contract_path.read_text("utf-8")) if contract_path.is_file() else {}
-        if contract.get("checkpoint_sha256") != file_hash(checkpoint):
+        folder = run_folder(checkpoint) / "export"
+        file = folder / "contract.json"
+        contract = json.loads(file.read_text("utf-8")) if file.is_file() else {"checkpoint_sha256": "none"}
+        if contract["checkpoint_sha256"] != file_hash(checkpoint):
             raise UserError(
-                f"{folder} holds no export of {checkpoint.name}. Run: python -m {PACKAGE.name} export {checkpoint}"
+                f"{folder} holds no export of {checkpoint}. Run: python -m {PACKAGE.name} export {checkpoint}"
             )
         if contract["onnx_sha256"] != file_hash(folder / "model.onnx"):
             raise UserError(f"{folder / 'model.onnx'} was changed after it was proven. Export {checkpoint} again.")
         for name, value in contract["parity"]["metrics"].items():
             # Loose: the checkpoint was validated in the training precision, the export computes in float32.
             if not math.isclose(value, metrics[name], rel_tol=0.05, abs_tol=0.01):
-                raise UserError(
-                    f"{name} is {metrics[name]:.4g} for the checkpoint and {value:.4g} for its export: not registered."
-                )
-        client = run.experiment
-        version = self.find(client, run.version, contract["onnx_sha256"])
-        if version is None:
-            version = self.create(client, run.version, folder, contract, metrics)
+                raise UserError(f"{name} is {metrics[name]:.4g}, but {value:.4g} through ONNX: nothing is registered.")
+        client, run_id = run.experiment, run.run_id
+        versions = client.search_model_versions(f"name = '{self.model_name}'")
+        same = [
+            item
+            for item in versions
+            if (item.run_id, item.tags.get("onnx_sha256")) == (run_id, contract["onnx_sha256"])
+        ]
+        version = same[0] if same else self.create(client, run_id, folder, contract, metrics)
         with FileLock(ROOT / ".promotion.lock"):  # MLflow's aliases know no compare-and-set
             return self.promote(client, version)
 
-    def find(self, client: Any, run_id: str, onnx_sha256: str) -> Any:
-        """The version that this run's export already has, or None."""
-        versions = client.search_model_versions(f"name = '{self.model_name}'")
-        same = (item for item in versions if item.run_id == run_id and item.tags.get("onnx_sha256") == onnx_sha256)
-        return next(same, None)
-
     def create(
-        self, client: Any, run_id: str, folder: Path, contract: dict[str, Any], metrics: dict[str, float]
+        self, client: Any, run_id: str | None, folder: Path, contract: dict[str, Any], metrics: dict[str, float]
     ) -> Any:
         """A new version: ONNX and plain JSON (no pickle), signature, pinned requirements, and what is known of it."""
         import mlflow
@@ -112,7 +110,7 @@ class Registry(L.Callback):
 
         run_tags = client.get_run(run_id).data.tags
         latency = {
-            f"onnx_b{row['batch_size']}_{key}": row[key]
+            f"onnx_batch{row['batch_size']}_{key}": row[key]
             for row in contract["latency"]
             for key in ("p50_ms", "p99_ms", "peak_memory_mb", "num_threads")
         }
@@ -122,15 +120,14 @@ class Registry(L.Callback):
             **{key: repr(value) for key, value in {**metrics, **latency}.items()},
             "parity_max_abs_difference": repr(contract["parity"]["max_abs_difference"]),
         }
-        signature = ModelSignature(schema(contract["input"]), schema(contract["output"]))
         data = MetaDataset(CodeDatasetSource({}), name="data", digest=contract["data_hash"][:32])
         with mlflow.start_run(run_id=run_id):
             info = mlflow.onnx.log_model(
                 onnx.load(str(folder / "model.onnx")),
                 name="model",
-                signature=signature,
+                signature=ModelSignature(schema(contract["input"]), schema(contract["output"])),
                 save_as_external_data=False,
-                # One exact pin each, or MLflow starts a process that imports the model, and another that asks the index.
+                # Exact pins, or MLflow would start a process that imports the model to find them.
                 pip_requirements=[
                     f"{name}=={importlib.metadata.version(name)}" for name in ("onnxruntime", "onnx", "numpy")
                 ],
@@ -138,21 +135,22 @@ class Registry(L.Callback):
                 metadata={"contract": contract},
             )
             mlflow.log_input(data, context="training", model=LoggedModelInput(info.model_id))
-            mlflow.log_metrics(
-                {f"best_{key}": value for key, value in metrics.items()} | latency, model_id=info.model_id, dataset=data
-            )
+            best = {f"best_{name}": value for name, value in metrics.items()}
+            mlflow.log_metrics(best | latency, model_id=info.model_id, dataset=data)
             mlflow.log_artifacts(str(folder), "export")
         return mlflow.register_model(info.model_uri, self.model_name, tags=tags)
 
-    def promote(self, client: Any, version: Any) -> Registration:
+    def promote(self, client: Any, version: Any) -> str:
         """Point `@candidate` at the version, and `@champion` if it beats the champion on the same data and split."""
         champion = self.champion(client)
+        if champion and str(champion.version) == str(version.version):  # registered before
+            return f"{self.model_name} version {version.version} is @champion: {champion.tags['promotion']}"
         better, reason = self.compare(version, champion)
         aliases = ["candidate", "champion"] if better else ["candidate"]
+        client.set_model_version_tag(self.model_name, version.version, "promotion", reason)
         for alias in aliases:
             client.set_registered_model_alias(self.model_name, alias, version.version)
-        client.set_model_version_tag(self.model_name, version.version, "promotion", reason)
-        return Registration(self.model_name, str(version.version), aliases, reason)
+        return f"{self.model_name} version {version.version} as {' and '.join(f'@{a}' for a in aliases)}: {reason}"
 
     def champion(self, client: Any) -> Any:
         """The version that `@champion` points to, or None."""
@@ -172,29 +170,25 @@ class Registry(L.Callback):
             return False, f"{self.monitor} is {new}"
         if champion is None:
             return True, "the first version"
-        if str(champion.version) == str(version.version):
-            return True, "already the champion"
         for key in ("data_hash", "split_hash"):
             if champion.tags.get(key) != version.tags.get(key):
                 return False, f"the champion, version {champion.version}, was measured on another {key}"
         old = float(champion.tags.get(self.monitor, "nan"))
-        gain = old - new if self.mode == "min" else new - old
-        verdict = "beats" if gain > self.min_delta else "does not beat"
-        return gain > self.min_delta, f"{self.monitor} {new:.5g} {verdict} {old:.5g} of version {champion.version}"
+        better = (old - new if self.mode == "min" else new - old) > self.min_delta
+        verdict = "beats" if better else "does not beat"
+        return better, f"{self.monitor} {new:.5g} {verdict} {old:.5g} of version {champion.version}"
 
 
-def register_best(trainer: L.Trainer, checkpoint: Path, metrics: dict[str, float]) -> list[str]:
-    """Register after `fit`, where that is wanted and there is a run and an export; one line that says what came of it."""
+def register_best(trainer: Trainer, checkpoint: Path, metrics: dict[str, float]) -> list[str]:
+    """Register after `fit`, where that is wanted and there is a run to tie it to; one line says what came of it."""
     registry = next(callback for callback in trainer.callbacks if isinstance(callback, Registry))
     if not registry.enabled or not isinstance(trainer.logger, MLflowRun):
-        return ["registered       nothing (registry.enabled or trainer.logger is false)"]
-    done = registry.run(trainer.logger, checkpoint, metrics)
-    aliases = ", ".join(f"@{alias}" for alias in done.aliases)
-    return [f"registered       {done.name} version {done.version} as {aliases}: {done.reason}"]
+        return ["registered       nothing: registry.enabled or trainer.logger is false"]
+    return [f"registered       {registry.run(trainer.logger, checkpoint, metrics)}"]
 
 
 def register(
-    trainer: L.Trainer, model: L.LightningModule, datamodule: L.LightningDataModule, ckpt_path: str | None = None
+    trainer: Trainer, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
 ) -> None:
     """Register a checkpoint's export as a model version, and promote it if it is the best on its data.
 
@@ -202,5 +196,8 @@ def register(
         ckpt_path: The checkpoint; by default the best one of the newest run.
     """
     assert ckpt_path is not None  # the command line fills it in
-    metrics = evaluate(trainer, model, datamodule, ckpt_path)
-    print("\n".join(register_best(trainer, Path(ckpt_path), metrics)))
+    run = trainer.logger
+    assert isinstance(run, MLflowRun)
+    registry = next(callback for callback in trainer.callbacks if isinstance(callback, Registry))
+    print("registered", registry.run(run, Path(ckpt_path), evaluate(trainer, model, datamodule, ckpt_path)))
+    run.finalize("success")

@@ -2,10 +2,13 @@
 
 import json
 import os
+import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-import lightning as L
+import torch
+from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 
 from . import PACKAGE, ROOT, UserError
@@ -13,6 +16,11 @@ from .images import file_hash, replace_file
 from .tracking import MLflowRun
 
 RUNS = ROOT / "runs"
+
+
+def run_folder(checkpoint: str | Path) -> Path:
+    """The folder of the run that a checkpoint belongs to: checkpoints lie in its `checkpoints/`."""
+    return Path(checkpoint).resolve().parent.parent
 
 
 def newest_best() -> Path:
@@ -30,37 +38,50 @@ def newest_best() -> Path:
     return newest
 
 
+def load_checkpoint(path: str) -> dict[str, Any]:
+    """A checkpoint's content, read without running any code in it.
+
+    Raises:
+        UserError: The file is missing, damaged, or holds objects that could run code.
+    """
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged file raises one of many kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path} can't be read as a checkpoint: {reason[:200]}") from error
+    return checkpoint
+
+
 class RunFolder(SaveConfigCallback):
     """Gives each fit a folder of its own, `runs/<date>_<time>/`, and keeps the resolved recipe in it."""
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         folder = Path(trainer.strategy.broadcast(self.make() if trainer.is_global_zero else ""))  # one for all ranks
         for callback in trainer.checkpoint_callbacks:
             callback.dirpath = callback.dirpath or str(folder / "checkpoints")  # type: ignore[attr-defined]
         if isinstance(trainer.logger, MLflowRun):
-            trainer.logger.folder = folder
+            trainer.logger.use_folder(folder)
         if trainer.is_global_zero:
             name = "recipe-resumed.yaml" if (folder / "recipe.yaml").exists() else "recipe.yaml"
             self.parser.save(self.config, str(folder / name), skip_none=False, overwrite=True)
 
     def make(self) -> str:
-        """The folder that a resumed checkpoint lies in, or a new one; two runs of one second get one each."""
+        """The folder that a resumed checkpoint lies in, or a new one; of runs in the same second, each gets its own."""
         if self.config["ckpt_path"]:
-            return str(Path(self.config["ckpt_path"]).resolve().parent.parent)
-        stem = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        for name in (stem, *(f"{stem}_{number}" for number in range(2, 1000))):
+            return str(run_folder(self.config["ckpt_path"]))
+        while True:
+            folder = RUNS / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
             try:
-                (RUNS / name).mkdir(parents=True)
-                return str(RUNS / name)
+                folder.mkdir(parents=True)
+                return str(folder)
             except FileExistsError:
-                continue
-        raise UserError(f"{RUNS} can't take another run of this second.")
+                time.sleep(0.1)
 
 
 def evaluate(
-    trainer: L.Trainer, model: L.LightningModule, datamodule: L.LightningDataModule, ckpt_path: str
+    trainer: Trainer, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str
 ) -> dict[str, float]:
     """Validation and test metrics of this very checkpoint, kept in `metrics.json` of its run."""
     loggers, trainer.loggers = trainer.loggers, []  # or they would add a point to the curves of training
@@ -71,33 +92,22 @@ def evaluate(
     trainer.loggers = loggers
     if trainer.is_global_zero:
         content = json.dumps({"checkpoint_sha256": file_hash(Path(ckpt_path)), **metrics}, indent=2)
-        replace_file(Path(ckpt_path).parent.parent / "metrics.json", content.encode())
+        replace_file(run_folder(ckpt_path) / "metrics.json", content.encode())
     return metrics
 
 
 def summary(best: Path, metrics: dict[str, float], seconds: float, leaves: list[str]) -> str:
-    """What was made, where it lies and what to type next, for the end of `fit`.
-
-    Args:
-        best: The best checkpoint.
-        metrics: Its metrics, named `val_*` and `test_*`.
-        seconds: How long the whole command took.
-        leaves: Lines of what followed training.
-    """
-    fit, last = f"python -m {PACKAGE.name}", best.with_name("last.ckpt")
-
-    def of_split(split: str) -> str:
-        values = {name: value for name, value in metrics.items() if name.startswith(f"{split}_")}
-        return "   ".join(f"{name} {value:.4f}" for name, value in values.items())
-
+    """What `fit` made, where it lies and what to type next; `leaves` are the lines of what followed training."""
+    command, last = f"python -m {PACKAGE.name}", os.path.relpath(best.with_name("last.ckpt"))
+    values = [f"{name} {value:.4f}" for name, value in metrics.items()]
     lines = [
-        f"Run {best.parent.parent.name} of {PACKAGE.name}, {seconds:.0f} s",
-        f"  best checkpoint  {of_split('val')}   {of_split('test')}",
-        f"                   {os.path.relpath(best)}",
-        *(f"  {line}" for line in leaves),
-        "  next             mlflow ui   # in the project: curves, versions",
-        f"                   {fit} predict FOLDER   # a CSV with file, class, probability",
-        f"                   {fit} fit --data.source FOLDER   # your own images, one sub-folder for each class",
-        f"                   {fit} fit --ckpt_path {os.path.relpath(last)} --trainer.max_epochs N   # go on",
+        f"{PACKAGE.name}, run {best.parent.parent.name}, {seconds:.0f} s",
+        f"best checkpoint  {'   '.join(values)}",
+        f"                 {os.path.relpath(best)}",
+        *leaves,
+        "next             mlflow ui   (curves and versions; type it in the project's folder)",
+        f"                 {command} predict FOLDER   (a CSV with file, class and probability)",
+        f"                 {command} fit --data.source FOLDER   (your own images, one sub-folder for each class)",
+        f"                 {command} fit --trainer.max_epochs N --ckpt_path {last}   (resume)",
     ]
     return "\n".join(lines)

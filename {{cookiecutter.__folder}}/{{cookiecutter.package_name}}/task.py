@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-import lightning as L
 import torch
+from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,7 +30,7 @@ def warmup_cosine(step: int, total_steps: int, warmup_fraction: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-class ClassificationTask(L.LightningModule):
+class ClassificationTask(LightningModule):
     """Trains a network to tell K classes apart. Every argument is an option, and lies in the checkpoint.
 
     Args:
@@ -71,7 +71,7 @@ class ClassificationTask(L.LightningModule):
         self.val_metrics = self.make_metrics("val")
         self.test_metrics = self.make_metrics("test")
 
-    def adopt(self, datamodule: L.LightningDataModule) -> None:
+    def adopt(self, datamodule: LightningDataModule) -> None:
         """Build for this data, or, where the network came from a checkpoint, refuse data of another kind.
 
         Raises:
@@ -81,15 +81,12 @@ class ClassificationTask(L.LightningModule):
             for key in ("classes", "input_spec", "fingerprint"):
                 self.hparams[key] = getattr(datamodule, key)
             self.build()
-        if self.hparams["classes"] != datamodule.classes:
+        shape = self.hparams["input_spec"]["shape"]
+        if self.hparams["classes"] != datamodule.classes or shape != datamodule.input_spec["shape"]:
             raise UserError(
-                f"The data has the classes {datamodule.classes}, the checkpoint was trained on "
-                f"{self.hparams['classes']}. Point --data.source at the data it was trained on, or train anew."
-            )
-        if self.hparams["input_spec"]["shape"] != datamodule.input_spec["shape"]:
-            raise UserError(
-                f"The data has inputs of shape {datamodule.input_spec['shape']}, the checkpoint expects "
-                f"{self.hparams['input_spec']['shape']}. Set --data.image_size to match."
+                f"The checkpoint was trained on classes {self.hparams['classes']} and inputs {shape}, the data has "
+                f"classes {datamodule.classes} and inputs {datamodule.input_spec['shape']}. Set --data.source and "
+                "--data.image_size to match, or train anew."
             )
 
     def setup(self, stage: str) -> None:

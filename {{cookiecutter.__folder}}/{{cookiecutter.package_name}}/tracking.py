@@ -1,32 +1,34 @@
 """MLflow tracking: the store, and for each training a run with its curves, its hyperparameters and its facts."""
 
-import getpass
-import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from filelock import FileLock
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from . import PACKAGE, ROOT, UserError
 from .images import replace_file
 
-# Read by mlflow when it is first imported. No usage statistics leave the machine, and a server that is away is reported
-# within seconds instead of after minutes of retries.
+# Read when mlflow is first used. No usage statistics leave the machine, and a server that is away is reported within
+# seconds instead of after minutes of retries.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+
+STORE_LOCK = FileLock(ROOT / ".mlflow.lock")
 
 
 def embedded_store() -> str:
@@ -34,14 +36,27 @@ def embedded_store() -> str:
     MLflow builds its tables without a lock, and two processes or a kill in the middle would spoil them for good."""
     from mlflow import MlflowClient
 
-    path = ROOT / "mlflow.db"
-    with FileLock(ROOT / ".mlflow.db.lock"):
+    path, part = ROOT / "mlflow.db", ROOT / ".mlflow.db.part"
+    with STORE_LOCK:
         if not path.is_file():
-            part = ROOT / ".mlflow.db.part"
             part.unlink(missing_ok=True)
             MlflowClient(f"sqlite:///{part}").search_experiments()
             part.replace(path)
     return f"sqlite:///{path}"
+
+
+@contextmanager
+def plain_errors(uri: str) -> Iterator[None]:
+    """Turn what MLflow raises, in many lines, into one UserError."""
+    from mlflow import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        raise UserError(
+            f"MLflow at {uri.split('@')[-1]}: {str(error).splitlines()[0][:300]} Start the server, unset "
+            "MLFLOW_TRACKING_URI to use the project's own store, or set --trainer.logger false."
+        ) from error
 
 
 def command_output(*command: str) -> str:
@@ -53,28 +68,28 @@ def command_output(*command: str) -> str:
 
 
 def run_facts() -> dict[str, str]:
-    """Code state and versions, as tags: git commit and dirty flag, Python, torch, CUDA, driver, device, command line."""
+    """Which code, versions and machine a run is made of."""
     cuda = torch.cuda.is_available()
-    git = ("git", "-C", str(ROOT))
-    commit = command_output(*git, "rev-parse", "HEAD")
+    commit = command_output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    changes = command_output("git", "-C", str(ROOT), "status", "--porcelain")
+    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else "none"
     return {
         "git_commit": commit,
-        "git_dirty": "unknown" if commit == "none" else str(bool(command_output(*git, "status", "--porcelain"))),
+        "git_dirty": "unknown" if commit == "none" else str(bool(changes)),
         "python_version": platform.python_version(),
         "torch_version": torch.__version__,
         "lightning_version": L.__version__,
         "cuda_version": torch.version.cuda or "none",
         "cudnn_version": str(torch.backends.cudnn.version()) if cuda else "none",
-        "driver_version": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if cuda
-        else "none",
+        "driver_version": driver.splitlines()[0],
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
         "command": shlex.join(sys.argv),
     }
 
 
-class MLflowRun(Logger):
-    """Lightning logger that writes to one MLflow run, in batches, and can go on with the run of an earlier process.
+class MLflowRun(MLFlowLogger):
+    """Lightning's MLflow logger, with a store of the project's own, points sent in batches, and a run that a resumed
+    process goes on with.
 
     Args:
         experiment_name: MLflow experiment that collects the runs; by default the package's name.
@@ -82,70 +97,43 @@ class MLflowRun(Logger):
     """
 
     def __init__(self, experiment_name: str | None = None, tracking_uri: str | None = None) -> None:
-        super().__init__()
-        self.experiment_name = experiment_name or PACKAGE.name
-        self.tracking_uri = tracking_uri
-        self.folder: Path | None = None  # the run's folder, where the MLflow run's id is kept for a resume
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or embedded_store()
+        # Absolute, so that artifacts land in the project from any working directory; a server decides for itself.
+        location = (ROOT / "mlruns").as_uri() if uri.startswith("sqlite:") else None
+        super().__init__(experiment_name or PACKAGE.name, tracking_uri=uri, artifact_location=location)
         self.keep_open = False  # whether more will be recorded after training, before the run counts as finished
-        self._client: Any = None
-        self._run_id = ""
         self._pending: list[Any] = []
         self._last_flush = time.monotonic()
+
+    @rank_zero_only
+    def use_folder(self, folder: Path) -> None:
+        """Go on with the MLflow run that the folder notes, or note this one in it and give it the folder's name."""
+        note = folder / "mlflow_run_id"
+        if note.is_file():
+            self._run_id = note.read_text()
+        else:
+            self.experiment.update_run(self.run_id, name=folder.name)
+            replace_file(note, str(self.run_id).encode())
+
+    @property
+    def client(self) -> Any:
+        """The MlflowClient, before there is a run."""
+        return self._mlflow_client
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The MlflowClient; at first use, connects and creates the run or takes up the one noted in the run's folder.
+        """The MlflowClient; the first use connects and creates the run.
 
         Raises:
             UserError: The store does not answer or refuses.
         """
-        if self._client is None:
-            import mlflow
-
-            uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or embedded_store()
-            mlflow.set_tracking_uri(uri)
-            client = mlflow.MlflowClient(uri)
-            note = self.folder / "mlflow.json" if self.folder else None
-            try:
-                if note and note.is_file():
-                    self._run_id = json.loads(note.read_text())["run_id"]
-                    client.update_run(self._run_id, "RUNNING")
-                else:
-                    self._run_id = self._create_run(client, uri)
-            except mlflow.MlflowException as error:
-                reason = str(error).splitlines()[0][:300]
-                raise UserError(
-                    f"MLflow at {uri.split('@')[-1]} can't be used: {reason} Start the server, or unset "
-                    "MLFLOW_TRACKING_URI to use the project's own store, or train with --trainer.logger false."
-                ) from error
-            if note:
-                replace_file(note, json.dumps({"run_id": self._run_id}).encode())
-            self._client = client
-        return self._client
-
-    def _create_run(self, client: Any, uri: str) -> str:
-        # Absolute, so that artifacts land in the project from any working directory; a server decides for itself.
-        location = (ROOT / "mlruns").as_uri() if uri.startswith("sqlite:") else None
-        with FileLock(ROOT / ".mlflow.db.lock"):  # two first runs would both create the experiment
-            experiment = client.get_experiment_by_name(self.experiment_name)
-            experiment_id = (
-                experiment.experiment_id
-                if experiment
-                else client.create_experiment(self.experiment_name, artifact_location=location)
-            )
-        tags = {"mlflow.user": getpass.getuser(), "mlflow.source.name": PACKAGE.name, "mlflow.source.type": "LOCAL"}
-        name = self.folder.name if self.folder else None
-        return str(client.create_run(experiment_id, run_name=name, tags=tags).info.run_id)
-
-    @property
-    def name(self) -> str:
-        return self.experiment_name
-
-    @property
-    def version(self) -> str:
-        """The MLflow run's id; empty before the first use, and on other ranks than 0."""
-        return self._run_id
+        if self._initialized:
+            return self._mlflow_client
+        with plain_errors(self._tracking_uri), STORE_LOCK:  # two first runs would both create the experiment
+            client = super().experiment
+            client.update_run(self._run_id, "RUNNING")
+        return client
 
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, Any]) -> None:
@@ -155,20 +143,19 @@ class MLflowRun(Logger):
         client.log_batch(self._run_id, tags=[RunTag(key, str(value)[:5000]) for key, value in tags.items()])
 
     @rank_zero_only
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Log as MLflow params. A param never changes: what a resumed run sets anew is kept as a tag `resumed.*`."""
+    def log_hyperparams(self, params: Any) -> None:
+        """Log as MLflow params, whole. A param never changes: what a resumed run sets anew becomes a tag."""
         from mlflow.entities import Param
 
         client = self.experiment
         known = client.get_run(self._run_id).data.params
         values = {key: str(value)[:6000] for key, value in dict(params).items() if not key.startswith("_")}
         client.log_batch(self._run_id, params=[Param(*item) for item in values.items() if item[0] not in known])
-        changed = {f"resumed.{key}": value for key, value in values.items() if known.get(key, value) != value}
-        self.log_tags(changed)
+        self.log_tags({f"resumed.{key}": value for key, value in values.items() if known.get(key, value) != value})
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Collect; sent every 5 seconds in one call, which costs the store as much as a single point would."""
+        """Collect, and send every 5 seconds: a call with many points costs the store as much as one with a single."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -185,13 +172,12 @@ class MLflowRun(Logger):
         self._last_flush = time.monotonic()
 
     @rank_zero_only
-    def finalize(self, status: str) -> None:
+    def finalize(self, status: str = "success") -> None:
         """Called by the Trainer at the end of each of its loops, with `success` or `failed`."""
-        if self._client is None:
+        if not self._initialized:
             return
         self.flush()
-        if status == "success" and self.keep_open:
-            return
-        stopped = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException))
-        end = "FINISHED" if status == "success" else "KILLED" if stopped else "FAILED"
-        self._client.set_terminated(self._run_id, end)
+        if not (status == "success" and self.keep_open):
+            stopped = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException))
+            end = "FINISHED" if status == "success" else "KILLED" if stopped else "FAILED"
+            self._mlflow_client.set_terminated(self._run_id, end)
