@@ -1,0 +1,33 @@
+# Everything from nothing: a stock Python 3.11 with pip and venv, and a network for the first run.
+
+PYTHON ?= python3
+BIN = .venv/bin
+PROJECT = {{cookiecutter.__folder}}
+LOCK = $(PROJECT)/requirements.lock
+
+.PHONY: test demo lint clean
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+# Generate a project with the default answers, train it, and show what came of it.
+demo: .venv/installed
+	rm -rf demo
+	$(BIN)/python -m cookiecutter . --no-input --default-config --output-dir demo
+	cd demo/my-lightning-project && ../../$(BIN)/python -m my_lightning_project fit
+
+lint: .venv/installed
+	$(BIN)/ruff check . '$(PROJECT)/{{cookiecutter.package_name}}'
+	$(BIN)/ruff format --check . '$(PROJECT)/{{cookiecutter.package_name}}'
+
+# Made anew when the versions change, because what they no longer name must not linger. pip reads dependency groups from
+# 25.1 on. The stamp comes last, so that an installation that broke off is not taken for a whole one.
+.venv/installed: $(LOCK) pyproject.toml
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --requirement '$(LOCK)' --group dev
+	touch $@
+
+clean:
+	rm -rf .venv demo .pytest_cache .ruff_cache .mypy_cache

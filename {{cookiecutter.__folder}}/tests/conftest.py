@@ -1,0 +1,120 @@
+"""What the tests share: a project folder of their own, the command line in this process, and one short training."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from filelock import FileLock
+from {{ cookiecutter.package_name }} import cli, data, registry, runs, tracking
+from {{ cookiecutter.package_name }}.cli import RECIPE
+from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.task import ClassificationTask
+
+# Few and cheap steps: 5 of 256 digits an epoch, on the CPU.
+SMALL = ["--data.batch_size", "256", "--model.width", "4", "--trainer.accelerator", "cpu"]
+QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+ALONE = ["--trainer.logger", "false", "--onnx.enabled", "false", "--registry.enabled", "false"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty folder in the place of the project's, so that no test writes into the checkout."""
+    folder = tmp_path_factory.mktemp("project")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (data, registry, tracking):
+            patch.setattr(module, "ROOT", folder)
+        patch.setattr(tracking, "STORE_LOCK", FileLock(folder / ".mlflow.lock"))
+        patch.setattr(runs, "RUNS", folder / "runs")
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def clean_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same start for each test, with the warnings that a run of the command line has."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow notes the last store there
+    cli.quiet()
+    torch.manual_seed(0)
+
+
+def call(*arguments: str) -> str:
+    """Run a command of the command line in this process; returns what it prints."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        patch.setattr(sys, "argv", ["project", *arguments])
+        cli.run()
+    return output.getvalue()
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[..., str]:
+    """`command("test", PATH)` runs a command with few and cheap steps and returns what it prints."""
+
+    def run(name: str, *arguments: str) -> str:
+        return call(name, *arguments, *QUIET, "--trainer.accelerator", "cpu")
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def small_fit() -> Callable[..., str]:
+    """`small_fit("--trainer.max_epochs", "1")` trains briefly, with neither export nor MLflow."""
+
+    def run(*arguments: str) -> str:
+        return call("fit", *SMALL, *QUIET, *ALONE, *arguments)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained(project: Path) -> SimpleNamespace:
+    """One whole `fit` of the command line, as a user would run it: its folder, its checkpoints, what it printed."""
+    output = call("fit", *SMALL, *QUIET, "--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "1")
+    (folder,) = (project / "runs").iterdir()
+    checkpoints = folder / "checkpoints"
+    return SimpleNamespace(
+        folder=folder, best=checkpoints / "best.ckpt", last=checkpoints / "last.ckpt", output=output, epochs=3
+    )
+
+
+@pytest.fixture(scope="session")
+def recipe() -> dict[str, Any]:
+    """The content of recipe.yaml."""
+    content: dict[str, Any] = yaml.safe_load(RECIPE.read_text("utf-8"))
+    return content
+
+
+@pytest.fixture
+def digits() -> ImageData:
+    """The digits, split, in batches of 256."""
+    datamodule = ImageData(batch_size=256)
+    datamodule.setup("fit")
+    return datamodule
+
+
+@pytest.fixture
+def task(digits: ImageData) -> ClassificationTask:
+    """A small task with a fresh network for the digits."""
+    torch.manual_seed(0)
+    task = ClassificationTask(width=4)
+    task.adopt(digits)
+    return task
+
+
+@pytest.fixture(scope="session")
+def make_trainer(recipe: dict[str, Any]) -> Callable[..., L.Trainer]:
+    """`make_trainer(max_epochs=1)` makes a quiet Trainer on the CPU, with the recipe's settings."""
+    shared = {key: recipe["trainer"][key] for key in ("deterministic", "gradient_clip_val", "use_distributed_sampler")}
+    quiet = {"logger": False, "log_every_n_steps": 1, "enable_progress_bar": False, "enable_model_summary": False}
+
+    def make(**options: Any) -> L.Trainer:
+        defaults = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False}
+        return L.Trainer(**{**shared, **quiet, **defaults, **options})
+
+    return make

@@ -1,0 +1,363 @@
+"""Training: loss, metrics, schedule, checkpoints, reproducibility and resuming."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+from torch.nn import functional as F
+from {{ cookiecutter.package_name }} import UserError
+from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.task import ClassificationTask, warmup_cosine
+
+
+class Watch(L.Callback):
+    """Keeps what can be seen at each step of a training: learning rates, gradients, modes."""
+
+    def __init__(self, gradient_scale: float = 1.0) -> None:
+        self.gradient_scale = gradient_scale
+        self.lrs: list[float] = []
+        self.norms: list[float] = []
+        self.val_modes: set[bool] = set()
+        self.train_modes: set[bool] = set()
+        self.left_gradients = 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.train_modes |= {module.training for module in pl_module.network.modules()}
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
+        self.val_modes |= {module.training for module in pl_module.network.modules()}
+
+    def on_before_backward(self, trainer, pl_module, loss) -> None:
+        self.left_gradients += sum(p.grad is not None for p in pl_module.parameters())
+
+    def on_after_backward(self, trainer, pl_module) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(self.gradient_scale)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        gradients = [p.grad for p in pl_module.parameters()]  # those that the optimizer has just used
+        self.norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+
+class Sabotage(L.Callback):
+    """Makes the network guess from a given epoch on, so that its validation loss is ln K."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_validation_start(self, trainer, pl_module) -> None:
+        if trainer.current_epoch >= self.epoch:
+            for parameter in pl_module.network.head.parameters():
+                parameter.data.zero_()
+
+
+class StopAfter(L.Callback):
+    """Ends the training after a given number of epochs, before its schedule is through."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+
+    def on_train_epoch_end(self, trainer, pl_module) -> None:
+        trainer.should_stop = trainer.current_epoch + 1 >= self.epochs
+
+
+def weights(task: ClassificationTask) -> Tensor:
+    return torch.cat([tensor.flatten().double() for tensor in task.network.state_dict().values()])
+
+
+@pytest.fixture
+def fit(make_trainer: Callable[..., L.Trainer]) -> Callable[..., tuple[ClassificationTask, L.Trainer]]:
+    """`fit(seed=1, max_epochs=2, lr=0.1)` trains a new task of that seed on the digits: options of task and Trainer."""
+
+    def run(
+        seed: int = 1,
+        num_workers: int = 0,
+        batch_size: int = 256,
+        max_shift: int = 1,
+        ckpt_path: Path | None = None,
+        task: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> tuple[ClassificationTask, L.Trainer]:
+        L.seed_everything(seed, workers=True, verbose=False)
+        datamodule = ImageData(batch_size=batch_size, max_shift=max_shift, seed=seed, num_workers=num_workers)
+        model = ClassificationTask(**{"width": 4, **(task or {})})
+        trainer = make_trainer(**{"num_sanity_val_steps": 0, **options})
+        trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+        return model, trainer
+
+    return run
+
+
+Fit = Callable[..., tuple[ClassificationTask, L.Trainer]]
+
+
+# Reproducibility
+
+
+def test_two_runs_with_one_seed_give_equal_weights(fit: Fit) -> None:
+    first, second = (weights(fit(seed=3, max_epochs=2)[0]) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_another_seed_gives_other_weights(fit: Fit) -> None:
+    first, second = (weights(fit(seed=seed, max_epochs=1)[0]) for seed in (3, 4))
+    assert not torch.equal(first, second)
+
+
+def test_number_of_workers_does_not_change_the_weights(fit: Fit) -> None:
+    first, second = (weights(fit(num_workers=count, max_epochs=2)[0]) for count in (0, 2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resumed_run_gives_the_weights_of_one_without_interruption(
+    fit: Fit, recipe: dict[str, Any], tmp_path: Path, num_workers: int
+) -> None:
+    straight, _ = fit(num_workers=num_workers, max_epochs=4)
+    last = ModelCheckpoint(dirpath=tmp_path, **recipe["last"])
+    options = {"max_epochs": 4, "num_workers": num_workers, "enable_checkpointing": True}
+    fit(**options, callbacks=[last, StopAfter(2)])
+    resumed, _ = fit(**options, callbacks=[last], ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+def test_resumed_run_without_random_draws_gives_the_weights_of_one_without_interruption(
+    fit: Fit, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {"max_epochs": 4, "max_shift": 0, "task": {"dropout": 0.0}}
+    straight, _ = fit(**options)
+    last = ModelCheckpoint(dirpath=tmp_path, **recipe["last"])
+    fit(**options, enable_checkpointing=True, callbacks=[last, StopAfter(2)])
+    resumed, _ = fit(**options, enable_checkpointing=True, callbacks=[last], ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+# Schedule
+
+
+def expected_factors(total: int, warmup: int) -> list[float]:
+    rise = [(step + 1) / warmup for step in range(warmup)]
+    fall = [0.5 * (1 + math.cos(math.pi * step / (total - warmup))) for step in range(total - warmup)]
+    return rise + fall
+
+
+def test_learning_rate_follows_warmup_and_cosine_at_each_step(fit: Fit) -> None:
+    watch = Watch()
+    fit(max_epochs=4, callbacks=[watch], task={"lr": 0.01, "warmup_fraction": 0.2})
+    assert watch.lrs == pytest.approx([0.01 * factor for factor in expected_factors(total=20, warmup=4)])
+
+
+def test_learning_rate_counts_optimizer_steps_under_accumulation(fit: Fit) -> None:
+    watch = Watch()
+    fit(max_epochs=4, callbacks=[watch], accumulate_grad_batches=2, task={"lr": 0.01, "warmup_fraction": 0.25})
+    steps = expected_factors(total=12, warmup=3)  # an epoch's 5 batches make 3 steps: of 2, of 2, and of the last one
+    batches = [step for epoch in range(4) for step in [0, 0, 1, 1, 2] for step in [steps[3 * epoch + step]]]
+    assert watch.lrs == pytest.approx([0.01 * factor for factor in batches])
+
+
+def test_learning_rate_ends_at_0() -> None:
+    assert warmup_cosine(100, 100, 0.1) == pytest.approx(0)
+
+
+def test_learning_rate_starts_above_0() -> None:
+    assert warmup_cosine(0, 100, 0.1) == pytest.approx(0.1)
+
+
+def test_learning_rate_stays_at_0_past_the_end() -> None:
+    assert warmup_cosine(150, 100, 0.1) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_schedule_without_warmup_or_with_nothing_else_stays_within_0_and_1(fraction: float) -> None:
+    assert all(0 <= warmup_cosine(step, 10, fraction) <= 1 for step in range(12))
+
+
+@pytest.mark.filterwarnings("ignore:.max_epochs. was not set")
+def test_endless_training_is_refused(fit: Fit) -> None:
+    with pytest.raises(UserError, match="The cosine schedule needs an end: set trainer.max_epochs"):
+        fit(max_epochs=-1)
+
+
+# Steps
+
+
+def test_gradients_are_clipped_to_norm_1(fit: Fit) -> None:
+    watch = Watch(gradient_scale=1000)
+    fit(max_epochs=1, callbacks=[watch])
+    assert watch.norms == pytest.approx([1.0] * 5, rel=1e-4)
+
+
+def test_small_gradients_are_left_as_they_are(fit: Fit) -> None:
+    watch = Watch(gradient_scale=1e-3)
+    fit(max_epochs=1, callbacks=[watch])
+    assert max(watch.norms) < 0.1
+
+
+def test_gradients_are_none_before_each_backward(fit: Fit) -> None:
+    watch = Watch()
+    fit(max_epochs=1, callbacks=[watch])
+    assert watch.left_gradients == 0
+
+
+def test_network_is_in_train_mode_in_training_and_in_eval_mode_in_validation(fit: Fit) -> None:
+    watch = Watch()
+    fit(max_epochs=2, callbacks=[watch])
+    assert (watch.train_modes, watch.val_modes) == ({True}, {False})
+
+
+def test_label_smoothing_is_of_training_alone(digits: ImageData) -> None:
+    task = ClassificationTask(label_smoothing=0.5)
+    task.adopt(digits)
+    logits, targets = torch.tensor([[9.0] + [0.0] * 9]), torch.tensor([0])
+    training, validation = (task.train(mode).loss(logits, targets).item() for mode in (True, False))
+    assert (training > 1, validation < 0.01) == (True, True)
+
+
+def test_loss_of_half_precision_logits_is_computed_in_float32(task: ClassificationTask) -> None:
+    assert task.loss(torch.zeros(2, 10, dtype=torch.float16), torch.tensor([0, 1])).dtype == torch.float32
+
+
+def test_prediction_gives_probabilities(task: ClassificationTask, digits: ImageData) -> None:
+    probabilities = task.eval().predict_step(digits.splits["val"].__getitems__(list(range(20))), 0)
+    torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(20))
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_loss_and_accuracy_equal_a_plain_computation_over_all_samples(
+    fit: Fit, digits: ImageData, split: str
+) -> None:
+    task, trainer = fit(max_epochs=1, batch_size=100)  # 230 and 270 samples: the last batch is smaller
+    trainer.test(task, datamodule=trainer.datamodule, verbose=False)
+    trainer.validate(task, datamodule=trainer.datamodule, verbose=False) if split == "val" else None
+    inputs, targets = digits.splits[split].__getitems__(list(range(len(digits.splits[split]))))
+    with torch.no_grad():
+        logits = task.eval()(inputs)
+    plain = (F.cross_entropy(logits, targets).item(), (logits.argmax(1) == targets).float().mean().item())
+    measured = tuple(trainer.callback_metrics[f"{split}_{name}"].item() for name in ("loss", "acc"))
+    assert measured == pytest.approx(plain, rel=1e-5)
+
+
+def test_training_loss_is_the_mean_over_the_epoch(make_trainer: Callable[..., L.Trainer]) -> None:
+    datamodule = ImageData(batch_size=256, max_shift=0)
+    task = ClassificationTask(width=4, dropout=0.0, lr=0.0)
+    trainer = make_trainer(max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(task, datamodule=datamodule)
+    loader = datamodule.train_dataloader()
+    losses = [task.train().loss(task(inputs), targets).item() for inputs, targets in loader]
+    assert trainer.callback_metrics["train_loss"].item() == pytest.approx(sum(losses) / 5, rel=1e-4)
+
+
+def test_metrics_start_afresh_each_epoch(fit: Fit, digits: ImageData) -> None:
+    task, trainer = fit(max_epochs=3)
+    inputs, targets = digits.splits["val"].__getitems__(list(range(230)))
+    with torch.no_grad():
+        last = task.loss(task.eval()(inputs), targets).item()
+    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(last, rel=1e-5)
+
+
+# Checkpoints
+
+
+def test_best_checkpoint_is_the_one_of_the_lowest_val_loss(fit: Fit, recipe: dict[str, Any], tmp_path: Path) -> None:
+    best = ModelCheckpoint(dirpath=tmp_path, **recipe["checkpoint"])
+    fit(max_epochs=4, enable_checkpointing=True, callbacks=[best, Sabotage(epoch=2)], task={"lr": 0.03})
+    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["epoch"] == 1
+
+
+def test_last_checkpoint_is_the_one_of_the_last_epoch(fit: Fit, recipe: dict[str, Any], tmp_path: Path) -> None:
+    last = ModelCheckpoint(dirpath=tmp_path, **recipe["last"])
+    fit(max_epochs=4, enable_checkpointing=True, callbacks=[last, Sabotage(epoch=2)], task={"lr": 0.03})
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 3
+
+
+def test_training_stops_when_val_loss_no_longer_improves(fit: Fit, recipe: dict[str, Any]) -> None:
+    stopping = EarlyStopping(**{**recipe["early_stopping"], "patience": 2})
+    _, trainer = fit(max_epochs=20, callbacks=[stopping, Sabotage(epoch=0)])
+    assert trainer.current_epoch == 3
+
+
+def test_checkpoint_of_an_epoch_holds_the_weights_at_its_end(
+    fit: Fit, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    last = ModelCheckpoint(dirpath=tmp_path, **recipe["last"])
+    task, _ = fit(max_epochs=2, enable_checkpointing=True, callbacks=[last])
+    loaded = ClassificationTask.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert torch.equal(weights(loaded), weights(task))
+
+
+def test_checkpoint_holds_whatever_is_needed_to_use_it(trained: SimpleNamespace) -> None:
+    content = torch.load(trained.best, weights_only=True)
+    parameters = content["hyper_parameters"] | content["datamodule_hyper_parameters"]
+    assert {"classes", "input_spec", "fingerprint", "lr", "width", "batch_size", "split_seed"} <= parameters.keys()
+
+
+def test_checkpoint_holds_class_names_and_input_spec_of_its_data(trained: SimpleNamespace, digits: ImageData) -> None:
+    task = ClassificationTask.load_from_checkpoint(trained.best, weights_only=True)
+    assert [task.hparams[key] for key in ("classes", "input_spec", "fingerprint")] == [
+        digits.classes,
+        digits.input_spec,
+        digits.fingerprint,
+    ]
+
+
+def test_checkpoint_holds_weights_in_float32_alone(trained: SimpleNamespace) -> None:
+    content = torch.load(trained.best, weights_only=True)
+    floats = [tensor.dtype for tensor in content["state_dict"].values() if tensor.is_floating_point()]
+    assert set(floats) == {torch.float32}
+
+
+# Guards
+
+
+def test_network_of_other_classes_is_refused(trained: SimpleNamespace, digits: ImageData) -> None:
+    task = ClassificationTask.load_from_checkpoint(trained.best, weights_only=True)
+    digits.classes = ["cat", "dog"]
+    with pytest.raises(UserError, match=r"trained on classes .*, the data has classes \['cat', 'dog'\]"):
+        task.adopt(digits)
+
+
+def test_network_of_another_input_shape_is_refused(trained: SimpleNamespace) -> None:
+    task = ClassificationTask.load_from_checkpoint(trained.best, weights_only=True)
+    datamodule = ImageData(image_size=16)
+    datamodule.setup("fit")
+    with pytest.raises(UserError, match=r"inputs \[1, 8, 8\], the data has .* inputs \[1, 16, 16\]"):
+        task.adopt(datamodule)
+
+
+def test_training_on_is_refused_on_another_split(
+    trained: SimpleNamespace, make_trainer: Callable[..., L.Trainer]
+) -> None:
+    task = ClassificationTask.load_from_checkpoint(trained.best, weights_only=True)
+    with pytest.raises(UserError, match="Resume on the same files and split, or train anew"):
+        make_trainer(max_epochs=1).fit(task, datamodule=ImageData(split_seed=7))
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_checkpoint_of_mixed_precision_holds_the_state_of_the_gradient_scaler(fit: Fit, tmp_path: Path) -> None:
+    last = ModelCheckpoint(dirpath=tmp_path, filename="last")
+    fit(max_epochs=2, accelerator="cuda", precision="16-mixed", enable_checkpointing=True, callbacks=[last])
+    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert content["MixedPrecision"]["scale"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_runs_on_a_gpu_with_one_seed_give_equal_weights(fit: Fit) -> None:
+    options = {"max_epochs": 2, "accelerator": "cuda", "precision": "16-mixed"}
+    first, second = (weights(fit(**options)[0]).cpu() for _ in range(2))
+    assert torch.equal(first, second)
