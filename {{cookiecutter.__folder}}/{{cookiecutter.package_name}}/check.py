@@ -67,6 +67,8 @@ def check_batch(task: Any, datamodule: LightningDataModule, name: str, loader: A
         return [f"{name}: inputs hold NaN or infinity. See data.py."]
     if inputs.min() == inputs.max():
         return [f"{name}: every input value of the batch is {inputs.min().item()}. See data.py."]
+    if targets.min() < 0 or targets.max() >= len(datamodule.classes):
+        return []  # the labels' own check has named it
     with torch.no_grad():
         loss = float(task.loss(task(inputs), targets))
     chance = math.log(len(datamodule.classes))

@@ -1,6 +1,5 @@
 """The command line: which model, data and callbacks make a run, what follows it, and how mistakes are answered."""
 
-import csv
 import difflib
 import logging
 import os
@@ -19,24 +18,20 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from . import PACKAGE, ROOT, UserError
+from . import PACKAGE, ROOT, UserError, runs
 from .check import check
 from .data import ImageData
 from .export import OnnxExport, export, export_summary
 from .registry import Registry, register, register_best
-from .runs import RunFolder, evaluate, load_checkpoint, newest_best, run_folder, summary
 from .task import ClassificationTask
 from .tracking import MLflowRun
 
 RECIPE = ROOT / "recipe.yaml" if (ROOT / "recipe.yaml").is_file() else PACKAGE / "recipe.yaml"
 
 # What a bare argument after a command means: `predict photos/`, `test runs/x/checkpoints/best.ckpt`.
-POSITIONAL = {"predict": "--data.predict_dir"} | dict.fromkeys(
-    ("validate", "test", "export", "register"), "--ckpt_path"
-)
-
-# Of this machine and this call, and so not taken over from a checkpoint.
-NOT_FROM_CHECKPOINT = {"num_workers", "data_dir", "cache_dir", "predict_dir", "seed"}
+POSITIONAL = dict.fromkeys(("validate", "test", "export", "register"), "--ckpt_path") | {
+    "predict": "--data.predict_dir"
+}
 
 
 class Parser(LightningArgumentParser):
@@ -94,18 +89,10 @@ class CLI(LightningCLI):
         path = self.config[command].get("ckpt_path")
         if not path:
             return
-        self.checkpoint = load_checkpoint(path)
-        model, data = (
-            dict(self.checkpoint.get(key, {})) for key in ("hyper_parameters", "datamodule_hyper_parameters")
-        )
-        defaults = {
-            "seed_everything": data.get("seed", 42),
-            "model": {key: value for key, value in model.items() if not key.startswith("_")},
-            "data": {key: value for key, value in data.items() if key not in NOT_FROM_CHECKPOINT and key[0] != "_"},
-        }
+        self.checkpoint = runs.load_checkpoint(path)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "checkpoint.yaml"
-            file.write_text(yaml.safe_dump(defaults))
+            file.write_text(yaml.safe_dump(runs.checkpoint_options(self.checkpoint)))
             parser = self._parser(command)
             parser.default_config_files = [*parser.default_config_files, str(file)]
             self.parse_arguments(self.parser, None)
@@ -121,7 +108,7 @@ class CLI(LightningCLI):
         elif config["logger"] in (None, True):
             kwargs["logger"] = MLflowRun(**self._get(self.config_init, "logger"))
             if self.subcommand != "check" and (path := self._get(self.config, "ckpt_path")):
-                kwargs["logger"].use_folder(run_folder(path))  # a resumed run goes on in the same MLflow run
+                kwargs["logger"].use_folder(runs.run_folder(path))  # a resumed run goes on in the same MLflow run
         if self.subcommand != "fit":
             kwargs["enable_checkpointing"] = False
         if self.subcommand in ("check", "predict", "export", "register"):
@@ -130,12 +117,14 @@ class CLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
         """Leave out the callbacks that have nothing to do, some of which Lightning would refuse."""
-        off: list[type[L.Callback]] = []
-        off += [ModelCheckpoint] if config["enable_checkpointing"] is False else []
-        off += [EarlyStopping] if self.subcommand != "fit" else []
-        off += [TQDMProgressBar] if config["enable_progress_bar"] is False else []
-        off += [LearningRateMonitor] if config["logger"] is False or self.subcommand != "fit" else []
-        return super()._instantiate_trainer(config, [callback for callback in callbacks if type(callback) not in off])
+        fitting = self.subcommand == "fit"
+        on = {
+            ModelCheckpoint: config["enable_checkpointing"] is not False,
+            EarlyStopping: fitting,
+            TQDMProgressBar: config["enable_progress_bar"] is not False,
+            LearningRateMonitor: fitting and config["logger"] is not False,
+        }
+        return super()._instantiate_trainer(config, [item for item in callbacks if on.get(type(item), True)])
 
     def before_fit(self) -> None:
         self.started = time.perf_counter()
@@ -157,14 +146,13 @@ class CLI(LightningCLI):
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
         if not best:
             rank_zero_info("No checkpoint was written, so nothing is evaluated, exported or registered.")
-            return
+            return self.end_run("success")
         try:
-            metrics = evaluate(self.trainer, self.model, self.datamodule, best)
+            metrics = runs.evaluate(self.trainer, self.model, self.datamodule, best)
             if self.trainer.is_global_zero:
-                lines: list[str] = []
-                lines += export_summary(Path(best))
+                lines = export_summary(Path(best))
                 lines += register_best(self.trainer, Path(best), metrics)
-                print(summary(Path(best), metrics, time.perf_counter() - self.started, lines), flush=True)
+                print(runs.summary(Path(best), metrics, time.perf_counter() - self.started, lines), flush=True)
         except BaseException:
             self.end_run("failed")
             raise
@@ -176,16 +164,11 @@ class CLI(LightningCLI):
             self.trainer.logger.finalize(status)
 
     def predict(self, model: L.LightningModule, datamodule: ImageData, **kwargs: Any) -> None:
-        """Write file, class and probability of each image of a folder to a CSV in the checkpoint's run."""
-        batches = self.trainer.predict(model, datamodule=datamodule, **kwargs)
-        probabilities, indices = torch.cat(batches).max(dim=1)
-        folder = Path(self.config["predict"]["data"]["predict_dir"]).resolve()
-        path = run_folder(kwargs["ckpt_path"]) / f"predictions-{folder.name}.csv"
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["file", "class", "probability"])
-            for image, index, probability in zip(datamodule.predict_files, indices, probabilities, strict=True):
-                writer.writerow([image.as_posix(), model.hparams["classes"][index], f"{probability:.6f}"])
+        """Classify a folder of images into a CSV in the checkpoint's run."""
+        batches: Any = self.trainer.predict(model, datamodule=datamodule, **kwargs)
+        name = f"predictions-{Path(datamodule.hparams['predict_dir']).resolve().name}.csv"
+        path = runs.run_folder(kwargs["ckpt_path"]) / name
+        runs.write_predictions(path, datamodule.predict_files, model.hparams["classes"], torch.cat(batches))
         print(f"{len(datamodule.predict_files)} images classified: {os.path.relpath(path)}")
 
 
@@ -212,12 +195,12 @@ def run() -> None:
     explicit = any(word.split("=")[0] in ("--ckpt_path", "--help", "-h", "--print_config") for word in arguments)
     try:
         if command in POSITIONAL and not explicit:
-            arguments += ["--ckpt_path", str(newest_best())]
+            arguments += ["--ckpt_path", str(runs.newest_best())]
         sys.argv[1:] = [command, *arguments]
         CLI(
             ClassificationTask,
             ImageData,
-            save_config_callback=RunFolder,
+            save_config_callback=runs.RunFolder,
             trainer_class=Trainer,
             parser_class=Parser,
             seed_everything_default=42,

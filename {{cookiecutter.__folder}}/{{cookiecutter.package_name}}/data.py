@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from torchvision.transforms.v2 import functional as transforms
 
 from . import ROOT, UserError
@@ -45,7 +45,7 @@ class LazyLoader(DataLoader[Batch]):
         yield from super().__iter__()
 
 
-def as_is(batch: Batch) -> Batch:
+def as_is(batch: Any) -> Any:
     """Collate function for batches that are fetched whole; at module level, so that workers can be spawned."""
     return batch
 
@@ -173,7 +173,7 @@ class ImageData(L.LightningDataModule):
                 f"{len(split)} training images for {world_size} device(s) are fewer than a batch of {batch_size} for "
                 "each. Add images, or set --data.batch_size lower."
             )
-        sampler = (
+        sampler: Sampler[int] | range = (
             DistributedSampler(split, world_size, rank, shuffle=True, seed=seed, drop_last=True)
             if training  # the order is a function of seed and epoch, on one device too
             else range(rank, len(split), world_size)  # every sample once: without padding, metrics are exact

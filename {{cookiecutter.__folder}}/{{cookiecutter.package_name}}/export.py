@@ -58,17 +58,17 @@ def write_onnx(frozen: nn.Module, input_spec: dict[str, Any], path: Path) -> Non
                 output_names=["logits"],
                 dynamic_shapes=({0: "batch"},),
             )
+        assert program is not None
+        model = program.model_proto
+        for item in [*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output]:
+            del item.metadata_props[:]  # stack traces with absolute paths of this machine
+        onnx.save(model, path)
+        onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:  # the exporter has many kinds; the first line says what, the chained one where
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"The network can't be exported to ONNX: {reason}. Change its forward in model.py.") from error
-    assert program is not None
-    model = program.model_proto
-    for item in [*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output]:
-        del item.metadata_props[:]  # stack traces with absolute paths of this machine
     if left := sorted({node.op_type for node in model.graph.node} & TRAINING_ONLY):
         raise UserError(f"The exported graph holds {left}, which belong to training. See eval mode in model.py.")
-    onnx.save(model, path)
-    onnx.checker.check_model(str(path), full_check=True)
 
 
 def measure_latency(path: Path, batch_sizes: list[int], num_threads: int) -> list[dict[str, float]]:
@@ -107,7 +107,7 @@ class OnnxExport(Callback):
         self.enabled, self.batch_sizes, self.num_threads = enabled, batch_sizes, num_threads
         self.tolerance = {"rtol": rtol, "atol": atol}
 
-    def rehearse(self, trainer: Trainer, task: LightningModule, datamodule: LightningDataModule) -> str:
+    def rehearse(self, trainer: Trainer, task: Any, datamodule: LightningDataModule) -> str:
         """Export the untrained network and prove it equal, in a folder that is thrown away."""
         if not self.enabled:
             return "export off"

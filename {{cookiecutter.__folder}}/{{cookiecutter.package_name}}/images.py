@@ -42,12 +42,12 @@ def read_image(path: Path, mode: str, size: int) -> np.ndarray:
         with Image.open(path) as image:
             if image.width * image.height > MAX_PIXELS:  # known from the header, before anything is decoded
                 raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_PIXELS:,} are read")
-            if image.mode.startswith("I"):  # 16-bit: scaled here, for Pillow would clip it to 255
-                image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).clip(0, 255).astype(np.uint8))
-            image = ImageOps.exif_transpose(image)
-            if image.has_transparency_data:
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-            array = np.asarray(ImageOps.fit(image.convert(mode), (size, size), Image.Resampling.BILINEAR))
+            upright: Image.Image = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):  # 16-bit: scaled here, for Pillow would clip it to 255
+                upright = Image.fromarray((np.asarray(upright).astype(np.float32) / 257).clip(0, 255).astype(np.uint8))
+            if upright.has_transparency_data:
+                upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
+            array = np.asarray(ImageOps.fit(upright.convert(mode), (size, size), Image.Resampling.BILINEAR))
     except Exception as error:  # each of Pillow's decoders raises its own kind; what helps is the name of the file
         raise UserError(f"{path} can't be used as an image: {error}. Repair or remove it.") from error
     return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)

@@ -19,6 +19,8 @@ class Normalize(nn.Module):
 
     def __init__(self, mean: list[float], std: list[float]) -> None:
         super().__init__()
+        self.channel_mean: Tensor
+        self.channel_std: Tensor
         # Not `mean` and `std`: the ONNX exporter's own nodes take these names (pytorch/pytorch#168211).
         self.register_buffer("channel_mean", torch.tensor(mean).view(1, -1, 1, 1))
         self.register_buffer("channel_std", torch.tensor(std).view(1, -1, 1, 1))

@@ -70,8 +70,8 @@ class Registry(Callback):
         """
         folder = run_folder(checkpoint) / "export"
         file = folder / "contract.json"
-        contract = json.loads(file.read_text("utf-8")) if file.is_file() else {"checkpoint_sha256": "none"}
-        if contract["checkpoint_sha256"] != file_hash(checkpoint):
+        contract: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        if contract.get("checkpoint_sha256") != file_hash(checkpoint):
             raise UserError(
                 f"{folder} holds no export of {checkpoint}. Run: python -m {PACKAGE.name} export {checkpoint}"
             )
@@ -120,7 +120,9 @@ class Registry(Callback):
             **{key: repr(value) for key, value in {**metrics, **latency}.items()},
             "parity_max_abs_difference": repr(contract["parity"]["max_abs_difference"]),
         }
-        data = MetaDataset(CodeDatasetSource({}), name="data", digest=contract["data_hash"][:32])
+        data = MetaDataset(  # type: ignore[abstract] # mlflow does not define `profile` for it
+            CodeDatasetSource({}), name="data", digest=contract["data_hash"][:32]
+        )
         with mlflow.start_run(run_id=run_id):
             info = mlflow.onnx.log_model(
                 onnx.load(str(folder / "model.onnx")),

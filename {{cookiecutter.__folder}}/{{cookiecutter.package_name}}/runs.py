@@ -1,5 +1,6 @@
 """A run: its folder below `runs/`, the metrics of its best checkpoint, and what is said of it at the end."""
 
+import csv
 import json
 import os
 import time
@@ -49,7 +50,20 @@ def load_checkpoint(path: str) -> dict[str, Any]:
     except Exception as error:  # a damaged file raises one of many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{path} can't be read as a checkpoint: {reason[:200]}") from error
+    if not {"hyper_parameters", "datamodule_hyper_parameters"} <= checkpoint.keys():
+        raise UserError(f"{path} has no hyperparameters: it is no checkpoint of this project's `fit`.")
     return checkpoint
+
+
+def checkpoint_options(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The options, nested as in the recipe, that a checkpoint was trained with; not those of its machine and call."""
+    model, data = checkpoint["hyper_parameters"], checkpoint["datamodule_hyper_parameters"]
+    other = {"num_workers", "data_dir", "cache_dir", "predict_dir", "seed"}
+    return {
+        "seed_everything": data["seed"],
+        "model": {key: value for key, value in model.items() if key[0] != "_"},
+        "data": {key: value for key, value in data.items() if key[0] != "_" and key not in other},
+    }
 
 
 class RunFolder(SaveConfigCallback):
@@ -94,6 +108,15 @@ def evaluate(
         content = json.dumps({"checkpoint_sha256": file_hash(Path(ckpt_path)), **metrics}, indent=2)
         replace_file(run_folder(ckpt_path) / "metrics.json", content.encode())
     return metrics
+
+
+def write_predictions(path: Path, files: list[Path], classes: list[str], probabilities: torch.Tensor) -> None:
+    """A CSV with file, class and probability, one row for each image; probabilities are (N, K)."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["file", "class", "probability"])
+        for image, (probability, index) in zip(files, zip(*probabilities.max(dim=1), strict=True), strict=True):
+            writer.writerow([image.as_posix(), classes[index], f"{probability:.6f}"])
 
 
 def summary(best: Path, metrics: dict[str, float], seconds: float, leaves: list[str]) -> str:

@@ -32,7 +32,7 @@ class Source:
 
 def tensor_source(images: Tensor, labels: np.ndarray, classes: list[str], splits: dict[str, np.ndarray]) -> Source:
     """A data set that lies in memory; its hash covers every byte of images, labels and class names."""
-    contents = [hashlib.sha256(np.ascontiguousarray(array)).hexdigest() for array in (images.numpy(), labels)]
+    contents = [hashlib.sha256(np.ascontiguousarray(array).data).hexdigest() for array in (images.numpy(), labels)]
     return Source(images, labels, classes, combine_hashes([str(tuple(images.shape)), *contents, *classes]), splits)
 
 

@@ -1,5 +1,6 @@
 """What is learned and how: loss, metrics, optimizer and learning-rate schedule."""
 
+import hashlib
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from . import UserError
@@ -116,7 +117,7 @@ class ClassificationTask(LightningModule):
         losses are averaged over samples; `preds` (B, K) logits and `target` (B,).
         """
         num_classes = len(self.hparams["classes"])
-        metrics = {
+        metrics: dict[str, Metric | MetricCollection] = {
             "loss": MeanMetric(),
             "acc": MulticlassAccuracy(num_classes, average="micro"),
         }
@@ -127,6 +128,11 @@ class ClassificationTask(LightningModule):
         loss = self.loss(logits, targets)
         metrics.update(value=loss.detach(), weight=len(targets), preds=logits.detach(), target=targets)
         return loss
+
+    def on_train_epoch_start(self) -> None:
+        """Dropout and augmentation draw from (seed, epoch, rank), so that a resumed run draws what it would have."""
+        key = f"{self.trainer.datamodule.hparams['seed']}/{self.current_epoch}/{self.global_rank}"
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little"))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         inputs, targets = batch

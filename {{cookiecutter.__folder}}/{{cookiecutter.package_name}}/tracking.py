@@ -180,4 +180,4 @@ class MLflowRun(MLFlowLogger):
         if not (status == "success" and self.keep_open):
             stopped = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException))
             end = "FINISHED" if status == "success" else "KILLED" if stopped else "FAILED"
-            self._mlflow_client.set_terminated(self._run_id, end)
+            self._mlflow_client.set_terminated(str(self._run_id), end)
