@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from . import UserError
 
 
+@rank_zero_only
 def check(trainer: Trainer, model: LightningModule, datamodule: LightningDataModule) -> None:
     """Look for whatever could spoil a run, without training.
 

@@ -15,7 +15,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from . import PACKAGE, ROOT, UserError, runs
@@ -28,10 +28,8 @@ from .tracking import MLflowRun
 
 RECIPE = ROOT / "recipe.yaml" if (ROOT / "recipe.yaml").is_file() else PACKAGE / "recipe.yaml"
 
-# What a bare argument after a command means: `predict photos/`, `test runs/x/checkpoints/best.ckpt`.
-POSITIONAL = dict.fromkeys(("validate", "test", "export", "register"), "--ckpt_path") | {
-    "predict": "--data.predict_dir"
-}
+# What a bare argument means, where it is no checkpoint: `predict photos/`.
+POSITIONAL = {"predict": "--data.predict_dir"}
 
 
 class Parser(LightningArgumentParser):
@@ -103,15 +101,15 @@ class CLI(LightningCLI):
         if not cuda and str(config["precision"]) in ("16", "16-mixed"):
             rank_zero_info(f"precision: {config['precision']} needs CUDA, so this run computes in 32-true")
             kwargs["precision"] = "32-true"
-        if self.subcommand not in ("fit", "check", "register"):
+        if self.subcommand in ("validate", "test", "predict"):
             kwargs["logger"] = False
         elif config["logger"] in (None, True):
             kwargs["logger"] = MLflowRun(**self._get(self.config_init, "logger"))
-            if self.subcommand != "check" and (path := self._get(self.config, "ckpt_path")):
+            if path := self._get(self.config, "ckpt_path"):
                 kwargs["logger"].use_folder(runs.run_folder(path))  # a resumed run goes on in the same MLflow run
         if self.subcommand != "fit":
             kwargs["enable_checkpointing"] = False
-        if self.subcommand in ("check", "predict", "export", "register"):
+        if self.subcommand not in ("fit", "validate", "test"):
             kwargs["devices"] = 1
         return super().instantiate_trainer(**kwargs)
 
@@ -138,8 +136,7 @@ class CLI(LightningCLI):
                     )
         if isinstance(self.trainer.logger, MLflowRun):
             self.trainer.logger.keep_open = True
-        if rank_zero_only.rank == 0:
-            check(self.trainer, self.model, self.datamodule)
+        check(self.trainer, self.model, self.datamodule)
 
     def after_fit(self) -> None:
         """Evaluate, register and sum up the best checkpoint, all as part of the same MLflow run."""
@@ -150,7 +147,8 @@ class CLI(LightningCLI):
         try:
             metrics = runs.evaluate(self.trainer, self.model, self.datamodule, best)
             if self.trainer.is_global_zero:
-                lines = export_summary(Path(best))
+                lines: list[str] = []
+                lines += export_summary(Path(best))
                 lines += register_best(self.trainer, Path(best), metrics)
                 print(runs.summary(Path(best), metrics, time.perf_counter() - self.started, lines), flush=True)
         except BaseException:
@@ -190,11 +188,12 @@ def run() -> None:
     """Run the command of `sys.argv`; a user's mistake ends in one message and exit code 1 or 2."""
     quiet()
     command, arguments = sys.argv[1], sys.argv[2:]
-    if arguments and command in POSITIONAL and not arguments[0].startswith("-"):
-        arguments.insert(0, POSITIONAL[command])
+    trains = command in ("fit", "check")
+    if arguments and not trains and not arguments[0].startswith("-"):
+        arguments.insert(0, POSITIONAL.get(command, "--ckpt_path"))
     explicit = any(word.split("=")[0] in ("--ckpt_path", "--help", "-h", "--print_config") for word in arguments)
     try:
-        if command in POSITIONAL and not explicit:
+        if not trains and not explicit:
             arguments += ["--ckpt_path", str(runs.newest_best())]
         sys.argv[1:] = [command, *arguments]
         CLI(

@@ -186,6 +186,8 @@ def register_best(trainer: Trainer, checkpoint: Path, metrics: dict[str, float])
     registry = next(callback for callback in trainer.callbacks if isinstance(callback, Registry))
     if not registry.enabled or not isinstance(trainer.logger, MLflowRun):
         return ["registered       nothing: registry.enabled or trainer.logger is false"]
+    if not (run_folder(checkpoint) / "export" / "contract.json").is_file():
+        return ["registered       nothing: there is no export (onnx.enabled is false)"]
     return [f"registered       {registry.run(trainer.logger, checkpoint, metrics)}"]
 
 
