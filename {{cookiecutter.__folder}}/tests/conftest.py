@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from filelock import FileLock
+
 from {{ cookiecutter.package_name }} import cli, data, registry, runs, tracking
 from {{ cookiecutter.package_name }}.cli import RECIPE
 from {{ cookiecutter.package_name }}.data import ImageData
@@ -75,8 +76,9 @@ def small_fit() -> Callable[..., str]:
 @pytest.fixture(scope="session")
 def trained(project: Path) -> SimpleNamespace:
     """One whole `fit` of the command line, as a user would run it: its folder, its checkpoints, what it printed."""
+    before = set((project / "runs").glob("*"))
     output = call("fit", *SMALL, *QUIET, "--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "1")
-    (folder,) = (project / "runs").iterdir()
+    (folder,) = set((project / "runs").iterdir()) - before
     checkpoints = folder / "checkpoints"
     return SimpleNamespace(
         folder=folder, best=checkpoints / "best.ckpt", last=checkpoints / "last.ckpt", output=output, epochs=3

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+
 from {{ cookiecutter.package_name }} import UserError
 from {{ cookiecutter.package_name }}.check import check, check_batch, check_labels
 from {{ cookiecutter.package_name }}.data import ImageData
@@ -127,9 +128,7 @@ def test_inputs_that_are_all_alike_are_a_fault(task: ClassificationTask, digits:
 def test_untrained_loss_that_is_not_finite_is_a_fault(task: ClassificationTask, digits: ImageData) -> None:
     task.network.head[1].bias.data.fill_(float("nan"))
     inputs = torch.randint(0, 256, (4, 1, 8, 8), dtype=torch.uint8)
-    assert faults_of(task, digits, inputs) == [
-        "train: the untrained network's loss is nan. See model.py and task.py."
-    ]
+    assert faults_of(task, digits, inputs) == ["train: the untrained network's loss is nan. See model.py and task.py."]
 
 
 def test_batch_that_exceeds_the_data_is_refused_before_training(

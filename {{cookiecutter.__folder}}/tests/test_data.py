@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+
 from {{ cookiecutter.package_name }} import UserError
 from {{ cookiecutter.package_name }}.augment import augment, shift
 from {{ cookiecutter.package_name }}.data import ImageData, choose_num_workers
@@ -130,7 +131,9 @@ def test_another_split_changes_the_split_hash_alone(digits: ImageData) -> None:
 def test_statistics_are_those_of_the_training_split_alone(digits: ImageData) -> None:
     split = digits.splits["train"]
     values = split.images[split.rows].numpy() / 255
-    assert digits.input_spec["mean"] + digits.input_spec["std"] == pytest.approx([values.mean(), values.std()], rel=1e-4)
+    assert digits.input_spec["mean"] + digits.input_spec["std"] == pytest.approx(
+        [values.mean(), values.std()], rel=1e-4
+    )
 
 
 def test_unused_channel_is_not_divided_by_zero() -> None:
@@ -153,7 +156,9 @@ def test_setup_loads_once(digits: ImageData) -> None:
 
 
 def test_unknown_source_is_refused() -> None:
-    with pytest.raises(UserError, match="data.source is 'digit'; expected a folder that exists, or one of: digits, mnist"):
+    with pytest.raises(
+        UserError, match="data.source is 'digit'; expected a folder that exists, or one of: digits, mnist"
+    ):
         ImageData(source="digit").setup("fit")
 
 
@@ -232,7 +237,9 @@ def test_two_devices_share_evaluation_without_gap_or_overlap(
     assert sorted(shares[0] + shares[1]) == list(expected)
 
 
-def test_two_devices_share_training_without_gap_or_overlap(numbered: ImageData, share: Callable[..., list[int]]) -> None:
+def test_two_devices_share_training_without_gap_or_overlap(
+    numbered: ImageData, share: Callable[..., list[int]]
+) -> None:
     shares = [share(numbered, "train", rank=1), share(numbered, "train", rank=0)]
     assert sorted(shares[0] + shares[1]) == list(range(48))
 

@@ -15,6 +15,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from torch import Tensor, nn
+
 from {{ cookiecutter.package_name }} import PACKAGE, UserError
 from {{ cookiecutter.package_name }}.data import ImageData
 from {{ cookiecutter.package_name }}.export import OnnxExport, export_summary, freeze, measure_latency, write_onnx
@@ -166,7 +167,9 @@ def test_export_of_an_unchanged_checkpoint_gives_equal_bytes(
 
 def test_weights_that_are_nan_are_refused(task: ClassificationTask) -> None:
     task.network.head[1].weight.data[0, 0] = math.nan
-    with pytest.raises(UserError, match="Nothing is exported: NaN or infinity in 1 tensors, the first is head.1.weight"):
+    with pytest.raises(
+        UserError, match="Nothing is exported: NaN or infinity in 1 tensors, the first is head.1.weight"
+    ):
         freeze(task.network)
 
 

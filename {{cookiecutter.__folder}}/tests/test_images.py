@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
 from {{ cookiecutter.package_name }} import UserError
 from {{ cookiecutter.package_name }}.data import ImageData
 from {{ cookiecutter.package_name }}.images import (

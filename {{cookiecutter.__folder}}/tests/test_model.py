@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+
 from {{ cookiecutter.package_name }}.data import ImageData
 from {{ cookiecutter.package_name }}.model import Network, Normalize, parameter_groups
 from {{ cookiecutter.package_name }}.task import ClassificationTask

@@ -12,6 +12,7 @@ import mlflow
 import numpy as np
 import onnxruntime as ort
 import pytest
+
 from {{ cookiecutter.package_name }} import PACKAGE, UserError
 from {{ cookiecutter.package_name }}.images import file_hash
 from {{ cookiecutter.package_name }}.registry import Registry, register_best
@@ -208,7 +209,9 @@ def test_first_version_is_champion(contest: Callable[..., str]) -> None:
     assert contest(val_loss=0.5).endswith("version 1 as @candidate and @champion: the first version")
 
 
-def test_better_version_becomes_champion(contest: Callable[..., str], request: pytest.FixtureRequest, client: Any) -> None:
+def test_better_version_becomes_champion(
+    contest: Callable[..., str], request: pytest.FixtureRequest, client: Any
+) -> None:
     contest(val_loss=0.5)
     contest(val_loss=0.4)
     assert champion(client, request.node.name) == "2"

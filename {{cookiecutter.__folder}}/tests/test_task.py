@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
+
 from {{ cookiecutter.package_name }} import UserError
 from {{ cookiecutter.package_name }}.data import ImageData
 from {{ cookiecutter.package_name }}.task import ClassificationTask, warmup_cosine
@@ -234,9 +235,7 @@ def test_prediction_gives_probabilities(task: ClassificationTask, digits: ImageD
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_loss_and_accuracy_equal_a_plain_computation_over_all_samples(
-    fit: Fit, digits: ImageData, split: str
-) -> None:
+def test_loss_and_accuracy_equal_a_plain_computation_over_all_samples(fit: Fit, digits: ImageData, split: str) -> None:
     task, trainer = fit(max_epochs=1, batch_size=100)  # 230 and 270 samples: the last batch is smaller
     trainer.test(task, datamodule=trainer.datamodule, verbose=False)
     trainer.validate(task, datamodule=trainer.datamodule, verbose=False) if split == "val" else None
@@ -287,9 +286,7 @@ def test_training_stops_when_val_loss_no_longer_improves(fit: Fit, recipe: dict[
     assert trainer.current_epoch == 3
 
 
-def test_checkpoint_of_an_epoch_holds_the_weights_at_its_end(
-    fit: Fit, recipe: dict[str, Any], tmp_path: Path
-) -> None:
+def test_checkpoint_of_an_epoch_holds_the_weights_at_its_end(fit: Fit, recipe: dict[str, Any], tmp_path: Path) -> None:
     last = ModelCheckpoint(dirpath=tmp_path, **recipe["last"])
     task, _ = fit(max_epochs=2, enable_checkpointing=True, callbacks=[last])
     loaded = ClassificationTask.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -53,9 +54,10 @@ def plain_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
+        message = re.sub(r"//[^/\s]*@", "//", f"MLflow at {uri}: {str(error).splitlines()[0]}")  # without a password
         raise UserError(
-            f"MLflow at {uri.split('@')[-1]}: {str(error).splitlines()[0][:300]} Start the server, unset "
-            "MLFLOW_TRACKING_URI to use the project's own store, or set --trainer.logger false."
+            f"{message[:400]} Start the server, unset MLFLOW_TRACKING_URI to use the project's own store, or set "
+            "--trainer.logger false."
         ) from error
 
 
@@ -174,7 +176,7 @@ class MLflowRun(MLFlowLogger):
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
         """Called by the Trainer at the end of each of its loops, with `success` or `failed`."""
-        if not self._initialized:
+        if not (self._initialized or self._pending):
             return
         self.flush()
         if not (status == "success" and self.keep_open):
