@@ -17,8 +17,10 @@ demo: .venv/installed
 	cd demo/my-lightning-project && ../../$(BIN)/python -m my_lightning_project fit
 
 lint: .venv/installed
-	$(BIN)/ruff check . '$(PROJECT)/{{cookiecutter.package_name}}'
-	$(BIN)/ruff format --check . '$(PROJECT)/{{cookiecutter.package_name}}'
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check '$(PROJECT)/{{cookiecutter.package_name}}'
+	$(BIN)/ruff format --check '$(PROJECT)/{{cookiecutter.package_name}}'
 
 # Made anew when the versions change, because what they no longer name must not linger. pip reads dependency groups from
 # 25.1 on. The stamp comes last, so that an installation that broke off is not taken for a whole one.

@@ -30,7 +30,15 @@ FILES = [
     "recipe.yaml",
     "requirements.lock",
     "tests/conftest.py",
-    *(f"tests/test_{name}.py" for name in "check cli data export images model registry task tracking".split()),
+    "tests/test_check.py",
+    "tests/test_cli.py",
+    "tests/test_data.py",
+    "tests/test_export.py",
+    "tests/test_images.py",
+    "tests/test_model.py",
+    "tests/test_registry.py",
+    "tests/test_task.py",
+    "tests/test_tracking.py",
 ]
 
 PACKAGE = """
@@ -131,7 +139,10 @@ def test_ruff_finds_nothing_in_a_project(project: Path) -> None:
 
 def test_ruff_finds_nothing_in_the_template(template: Path) -> None:
     package = "{{cookiecutter.__folder}}/{{cookiecutter.package_name}}"
-    assert ruff(template, "check", ".", package) + ruff(template, "format", "--check", ".", package) == []
+    found = [
+        ruff(template, *command, place) for command in (["check"], ["format", "--check"]) for place in (".", package)
+    ]
+    assert sum(found, []) == []
 
 
 def test_types_hold_in_a_project(bake: Bake, tmp_path: Path) -> None:
