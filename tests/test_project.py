@@ -207,7 +207,7 @@ def test_readme_s_code_uses_the_export(fitted: SimpleNamespace) -> None:
 def test_measuring_takes_the_best_checkpoint_of_the_newest_run(fitted: SimpleNamespace, command: str) -> None:
     metrics = json.loads((fitted.run / "metrics.json").read_text())
     value = metrics["val_loss" if command == "validate" else "test_loss"]
-    assert f"{value:.6f}" in run(fitted.folder, command).stdout
+    assert str(value)[:10] in run(fitted.folder, command).stdout
 
 
 def test_predict_writes_a_row_for_each_image(fitted: SimpleNamespace, images: Path) -> None:
@@ -381,12 +381,9 @@ def test_a_further_augmentation_is_an_edit_of_augment_py(project: Path) -> None:
 
 
 def test_a_further_callback_is_a_line_of_the_recipe(project: Path) -> None:
-    timer = (
-        "trainer:\n  callbacks: [{class_path: lightning.pytorch.callbacks.Timer, init_args: {duration: 00:00:00:01}}]\n"
-    )
-    edit(project / "recipe.yaml", "trainer:\n", timer)
-    log = run(project, "fit", "--trainer.max_epochs", "2000", "--early_stopping.patience", "2000").stderr
-    assert "Time limit reached" in log
+    summary = "{class_path: lightning.pytorch.callbacks.ModelSummary, init_args: {max_depth: 2}}"
+    edit(project / "recipe.yaml", "trainer:\n", f"trainer:\n  callbacks: [{summary}]\n")
+    assert "network.features" in run(project, "fit", *SHORT).stdout
 
 
 def test_the_project_s_own_tests_pass(project: Path) -> None:

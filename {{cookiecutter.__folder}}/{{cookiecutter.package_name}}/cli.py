@@ -116,6 +116,9 @@ class CLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
         """Leave out the callbacks that have nothing to do, some of which Lightning would refuse."""
         fitting = self.subcommand == "fit"
+        if not sys.stderr.isatty():
+            config["enable_progress_bar"] = False
+            callbacks.append(runs.EpochLine())
         on = {
             ModelCheckpoint: config["enable_checkpointing"] is not False,
             EarlyStopping: fitting,

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import LightningDataModule, LightningModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_info
 
 from . import PACKAGE, ROOT, UserError
 from .images import file_hash, replace_file
@@ -92,6 +93,17 @@ class RunFolder(SaveConfigCallback):
                 return str(folder)
             except FileExistsError:
                 time.sleep(0.1)
+
+
+class EpochLine(Callback):
+    """Where no terminal can show a progress bar, a line for each epoch says how far the run is."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            values = [
+                f"{key} {float(value):.4f}" for key, value in trainer.callback_metrics.items() if key[:4] == "val_"
+            ]
+            rank_zero_info(f"epoch {trainer.current_epoch + 1} of {trainer.max_epochs}: {', '.join(values)}")
 
 
 def evaluate(
