@@ -17,7 +17,7 @@ import yaml
 from PIL import Image
 
 from {{ cookiecutter.package_name }} import PACKAGE, __main__
-from {{ cookiecutter.package_name }}.cli import CLI
+from {{ cookiecutter.package_name }}.cli import CLI, run
 from {{ cookiecutter.package_name }}.runs import checkpoint_options, load_checkpoint
 
 Command = Callable[..., str]
@@ -104,9 +104,14 @@ def test_a_network_of_another_width_is_measured_as_it_was_trained(trained: Simpl
     assert "test_acc" in command("test", str(trained.best))
 
 
-def test_an_option_that_is_set_wins_over_the_checkpoint_s(trained: SimpleNamespace, command: Command) -> None:
-    output = command("validate", str(trained.best), "--data.batch_size", "8", "--print_config")
-    assert yaml.safe_load(output)["data"]["batch_size"] == 8
+def test_an_option_that_is_set_wins_over_the_checkpoint_s(
+    capsys: pytest.CaptureFixture[str], trained: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--ckpt_path", str(trained.best), "--data.batch_size", "8", "--print_config"]
+    monkeypatch.setattr(sys, "argv", ["project", "fit", *options])
+    with pytest.raises(SystemExit):
+        run()
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["batch_size"] == 8
 
 
 def test_a_resume_with_another_learning_rate_is_refused(
