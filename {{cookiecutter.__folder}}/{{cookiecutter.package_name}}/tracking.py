@@ -85,7 +85,7 @@ def run_facts() -> dict[str, str]:
         "cudnn_version": str(torch.backends.cudnn.version()) if cuda else "none",
         "driver_version": driver.splitlines()[0],
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(["python", "-m", PACKAGE.name, *sys.argv[1:]]),
     }
 
 
