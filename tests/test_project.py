@@ -200,6 +200,14 @@ def test_readme_s_code_uses_the_export(fitted: SimpleNamespace) -> None:
     assert len(json.loads(result.stdout.replace("'", '"'))) == 4, result.stderr
 
 
+def test_readme_names_commands_and_options_that_exist(fitted: SimpleNamespace) -> None:
+    text = (fitted.folder / "README.md").read_text("utf-8")
+    commands = set(re.findall(rf"python -m {NAME} (\w+)", text)) | set(re.findall(r"^\| `(\w+)", text, re.MULTILINE))
+    options = set(re.findall(r"--(?:data|model|trainer|ckpt)[\w.]+", text))
+    known = run(fitted.folder, "--help").stdout.split(), run(fitted.folder, "fit", "--help").stdout
+    assert (commands - set(known[0]), {option for option in options if f"{option} " not in known[1]}) == (set(), set())
+
+
 # The other commands
 
 

@@ -110,12 +110,14 @@ def evaluate(
     trainer: Trainer, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str
 ) -> dict[str, float]:
     """Validation and test metrics of this very checkpoint, kept in `metrics.json` of its run."""
-    loggers, trainer.loggers = trainer.loggers, []  # or they would add a point to the curves of training
     metrics: dict[str, float] = {}
-    for loop in (trainer.validate, trainer.test):
-        loop(model, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=True)
-        metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-    trainer.loggers = loggers
+    loggers, trainer.loggers = trainer.loggers, []  # or they would add a point to the curves of training
+    try:
+        for loop in (trainer.validate, trainer.test):
+            loop(model, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=True)
+            metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+    finally:
+        trainer.loggers = loggers
     if trainer.is_global_zero:
         content = json.dumps({"checkpoint_sha256": file_hash(Path(ckpt_path)), **metrics}, indent=2)
         replace_file(run_folder(ckpt_path) / "metrics.json", content.encode())

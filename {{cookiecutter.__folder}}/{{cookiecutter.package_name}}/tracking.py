@@ -83,7 +83,7 @@ def run_facts() -> dict[str, str]:
         "lightning_version": L.__version__,
         "cuda_version": torch.version.cuda or "none",
         "cudnn_version": str(torch.backends.cudnn.version()) if cuda else "none",
-        "driver_version": driver.splitlines()[0],
+        "driver_version": driver.split("\n")[0],
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
         "command": shlex.join(["python", "-m", PACKAGE.name, *sys.argv[1:]]),
     }
