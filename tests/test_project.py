@@ -391,7 +391,7 @@ def test_a_further_augmentation_is_an_edit_of_augment_py(project: Path) -> None:
 def test_a_further_callback_is_a_line_of_the_recipe(project: Path) -> None:
     summary = "{class_path: lightning.pytorch.callbacks.ModelSummary, init_args: {max_depth: 2}}"
     edit(project / "recipe.yaml", "trainer:\n", f"trainer:\n  callbacks: [{summary}]\n")
-    assert "network.features" in run(project, "fit", *SHORT).stdout
+    assert "network.features" in run(project, "fit", *SHORT).stderr
 
 
 def test_the_project_s_own_tests_pass(project: Path) -> None:
