@@ -29,6 +29,7 @@ ALONE = ["--trainer.logger", "false", "--onnx.enabled", "false", "--registry.ena
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An empty folder in the place of the project's, so that no test writes into the checkout."""
     folder = tmp_path_factory.mktemp("project")
+    torch.set_num_threads(1)  # networks this small gain nothing from more, and lose much where cores are shared
     with pytest.MonkeyPatch.context() as patch:
         for module in (data, registry, tracking):
             patch.setattr(module, "ROOT", folder)

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from jsonargparse import ArgumentParser, Namespace
 from PIL import Image
 
 from {{ cookiecutter.package_name }} import PACKAGE, __main__
 from {{ cookiecutter.package_name }}.cli import CLI, run
-from {{ cookiecutter.package_name }}.runs import checkpoint_options, load_checkpoint
+from {{ cookiecutter.package_name }}.runs import RunFolder, checkpoint_options, load_checkpoint
 
 Command = Callable[..., str]
 
@@ -88,6 +89,22 @@ def test_each_fit_has_a_folder_of_its_own(project: Path, small_fit: Command) -> 
     small_fit("--trainer.max_epochs", "1")
     small_fit("--trainer.max_epochs", "1")
     assert len(set((project / "runs").glob("*")) - before) == 2
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("{{ cookiecutter.package_name }}.runs.RUNS", tmp_path)
+    run_folder = RunFolder(ArgumentParser(), Namespace(ckpt_path=None))
+    assert len({run_folder.make() for _ in range(2)}) == 2
+
+
+def test_a_precision_that_needs_cuda_is_replaced_with_a_word(
+    caplog: pytest.LogCaptureFixture, small_fit: Command
+) -> None:
+    with caplog.at_level("INFO"):
+        small_fit("--trainer.max_epochs", "1")
+    assert "precision: 16-mixed needs CUDA, so this run computes in 32-true" in caplog.text
 
 
 def test_the_resolved_recipe_lies_with_the_run(trained: SimpleNamespace) -> None:

@@ -244,6 +244,12 @@ def test_two_devices_share_training_without_gap_or_overlap(
     assert sorted(shares[0] + shares[1]) == list(range(48))
 
 
+def test_two_devices_never_train_on_a_sample_twice(numbered: ImageData, share: Callable[..., list[int]]) -> None:
+    numbered.splits["train"].rows = numbered.splits["train"].rows[:47]  # one more would make two whole shares
+    seen = share(numbered, "train", rank=1) + share(numbered, "train", rank=0)
+    assert len(set(seen)) == len(seen) == 32
+
+
 def test_two_devices_train_on_equally_many_batches(numbered: ImageData, share: Callable[..., list[int]]) -> None:
     numbered.splits["train"].rows = numbered.splits["train"].rows[:45]  # 23 and 22 samples
     shares = [share(numbered, "train", rank=1), share(numbered, "train", rank=0)]
