@@ -130,7 +130,7 @@ def test_each_file_of_the_package_fits_in_a_head(bake: Bake) -> None:
 
 
 def test_the_package_can_be_read_in_half_an_hour(bake: Bake) -> None:
-    assert sum(lines_of_package(bake()).values()) <= 1950
+    assert sum(lines_of_package(bake()).values()) <= 2000
 
 
 def test_ruff_finds_nothing_in_a_project(project: Path) -> None:

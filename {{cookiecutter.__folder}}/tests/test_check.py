@@ -76,6 +76,12 @@ def test_negative_label_is_refused(digits: ImageData, run_check: Callable[..., N
         run_check()
 
 
+def test_empty_split_is_refused(digits: ImageData, run_check: Callable[..., None]) -> None:
+    digits.splits["val"].rows = digits.splits["val"].rows[:0]
+    with pytest.raises(UserError, match="val: the split is empty. Add samples."):
+        run_check()
+
+
 def test_class_without_training_sample_is_refused(digits: ImageData, run_check: Callable[..., None]) -> None:
     change_labels(digits, "train", 3, 4)
     with pytest.raises(UserError, match=r"train: no sample of \['3'\]. Add some"):

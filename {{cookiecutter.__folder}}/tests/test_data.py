@@ -345,3 +345,14 @@ def test_images_are_augmented_on_the_device_that_trains(make_trainer: Callable[.
     trainer = make_trainer(max_epochs=1, accelerator="cuda", callbacks=[recorder])
     trainer.fit(ClassificationTask(width=1), datamodule=ImageData(batch_size=256))
     assert recorder.images("train").device.type == "cuda"
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("batch_size", 0), ("image_size", -3), ("num_workers", -1), ("max_shift", -1)]
+)
+def test_option_outside_its_range_is_refused(option: str, value: int) -> None:
+    with pytest.raises(UserError, match=rf"data\.{option} is {value}, expected .* Change --data\.{option}"):
+        ImageData(**{option: value}).setup("fit")

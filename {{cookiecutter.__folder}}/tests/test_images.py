@@ -422,3 +422,72 @@ def test_data_set_that_can_not_be_downloaded_is_reported(tmp_path: Path, monkeyp
     monkeypatch.setenv("no_proxy", "")
     with pytest.raises(UserError, match="cifar10 is not in .* and can't be downloaded .*use --data.source digits"):
         torchvision_set("cifar10", tmp_path)
+
+
+# What used to pass in silence, or to end in a traceback
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_of_32_bits_are_refused(tmp_path: Path, dtype: type) -> None:
+    path = save(Image.fromarray(np.full((8, 8), 200, dtype)), tmp_path / "x.tiff")
+    with pytest.raises(UserError, match=r"x\.tiff can't be used as an image: 32-bit pixels have no stated range"):
+        read_image(path, "L", 8)
+
+
+@pytest.mark.parametrize("value", [0, 30000])
+def test_the_transparent_value_of_16_bits_is_white(tmp_path: Path, value: int) -> None:
+    pixels = np.full((8, 8), 257 * 50, np.uint16)
+    pixels[:4] = value
+    path = save(Image.fromarray(pixels), tmp_path / "x.png")
+    content = path.read_bytes()
+    chunk = b"tRNS" + struct.pack(">H", value)
+    chunk = struct.pack(">I", 2) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    end = content.index(b"IDAT") - 4
+    path.write_bytes(content[:end] + chunk + content[end:])
+    assert read_image(path, "L", 8)[0, [0, -1], 0].tolist() == [255, 50]
+
+
+@pytest.mark.parametrize("name", ["a.eps", "a.mpg", "a.h5", "a.wmf"])
+def test_files_that_pillow_would_hand_to_other_programs_are_no_images(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert list_images(tmp_path) == []
+
+
+def test_postscript_under_another_ending_is_not_run(tmp_path: Path) -> None:
+    path = save(Image.new("RGB", (8, 8)), tmp_path / "x.eps").rename(tmp_path / "x.png")
+    with pytest.raises(UserError, match=r"x\.png can't be used as an image: cannot identify image file"):
+        read_image(path, "L", 8)
+
+
+def test_val_without_train_is_refused(folder: Path) -> None:
+    (folder / "dog").rename(folder / "val")
+    with pytest.raises(UserError, match=r"has \['val'\] and beside them \['cat', 'eel'\]: expected one sub-folder"):
+        image_folder(folder, "L", 8, folder.parent / ".cache")
+
+
+def test_class_beside_train_is_refused(folder: Path) -> None:
+    shutil.copytree(folder, folder / "train")
+    with pytest.raises(UserError, match=r"has \['train'\] and beside them \['cat', 'dog', 'eel'\]"):
+        image_folder(folder, "L", 8, folder.parent / ".cache")
+
+
+def test_split_without_images_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "split" / "train")
+    (tmp_path / "split" / "val" / "cat").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"val holds no image. Add some, or remove the folder to have the split cut"):
+        image_folder(tmp_path / "split", "L", 8, tmp_path / ".cache")
+
+
+def test_damaged_hash_cache_is_made_anew(tmp_path: Path) -> None:
+    path = plain(tmp_path / "x.bmp")
+    (tmp_path / "file_hashes.json").write_text("{")
+    assert file_hashes([path], tmp_path) == [file_hash(path)]
+
+
+@pytest.mark.parametrize("length", [0, 4, 60, 140])
+def test_damaged_image_cache_is_made_anew(tmp_path: Path, length: int) -> None:
+    files = [plain(tmp_path / "x.bmp", 70)]
+    load_images(files, "L", 8, "key", tmp_path / "cache")
+    (cache,) = (tmp_path / "cache").glob("*.npy")
+    cache.write_bytes(cache.read_bytes()[:length])
+    assert load_images(files, "L", 8, "key", tmp_path / "cache").unique().tolist() == [70]

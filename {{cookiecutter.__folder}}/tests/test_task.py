@@ -359,3 +359,12 @@ def test_two_runs_on_a_gpu_with_one_seed_give_equal_weights(fit: Fit) -> None:
     options = {"max_epochs": 2, "accelerator": "cuda", "precision": "16-mixed"}
     first, second = (weights(fit(**options)[0]).cpu() for _ in range(2))
     assert torch.equal(first, second)
+
+
+# Options
+
+
+@pytest.mark.parametrize(("option", "value"), [("width", 0), ("dropout", 1.5), ("lr", -0.1), ("warmup_fraction", 2.0)])
+def test_option_outside_its_range_is_refused(digits: ImageData, option: str, value: float) -> None:
+    with pytest.raises(UserError, match=rf"model\.{option} is {value}, expected .* Change --model\.{option}"):
+        ClassificationTask(**{option: value}).adopt(digits)

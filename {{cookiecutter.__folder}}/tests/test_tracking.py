@@ -113,11 +113,30 @@ def test_the_address_of_a_server_is_read_when_the_run_starts(monkeypatch: pytest
     assert MLflowRun().client.tracking_uri == f"sqlite:///{tmp_path / 'other.db'}"
 
 
-def test_a_server_that_is_away_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://user:secret@127.0.0.1:9",
+        "http://127.0.0.1:9/?password=secret",
+        "unknown://user:secret@127.0.0.1:9/x",
+        "postgresql://user:secret@127.0.0.1:9/x",
+    ],
+)
+def test_a_store_that_does_not_answer_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(UserError) as caught:
-        _ = MLflowRun(tracking_uri="http://user:secret@127.0.0.1:9").run_id
+        _ = MLflowRun(tracking_uri=uri).run_id
     assert ("127.0.0.1:9" in str(caught.value), "secret" in str(caught.value)) == (True, False)
+
+
+def test_a_store_that_breaks_in_the_middle_is_named_in_one_line(tmp_path: Path) -> None:
+    run = MLflowRun(tracking_uri=f"sqlite:///{tmp_path / 'store.db'}")
+    run.log_metrics({"loss": 1.0})
+    _ = run.run_id
+    (tmp_path / "store.db").write_bytes(b"no database at all" * 1000)
+    with pytest.raises(UserError, match="^MLflow at sqlite:.*Start the server") as caught:
+        run.flush()
+    assert "\n" not in str(caught.value)
 
 
 def test_a_run_knows_its_versions_and_its_code() -> None:

@@ -1,6 +1,8 @@
 """A deep-learning project on PyTorch Lightning. Read model.py, data.py and task.py first; cli.py ties them together."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -10,3 +12,14 @@ ROOT = PACKAGE.parent if (PACKAGE.parent / "recipe.yaml").is_file() else Path.cw
 
 class UserError(Exception):
     """A mistake that the user can mend. The command line prints the message alone, without a traceback."""
+
+
+def refuse_outside(section: str, values: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse options outside their ranges, both ends included; None means that the option is left to us.
+
+    Raises:
+        UserError: Names the first such option, as it is written on the command line.
+    """
+    for name, (low, high) in ranges.items():
+        if values[name] is not None and not low <= values[name] <= high:
+            raise UserError(f"{section}.{name} is {values[name]}, expected {low} to {high}. Change --{section}.{name}.")

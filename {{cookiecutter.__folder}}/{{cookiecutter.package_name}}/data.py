@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from torchvision.transforms.v2 import functional as transforms
 
-from . import ROOT, UserError
+from . import ROOT, UserError, refuse_outside
 from .augment import augment
 from .images import RULE, combine_hashes, file_hashes, list_images, load_images
 from .sources import TORCHVISION_SETS, Source, cut, digits, image_folder, torchvision_set
 
 Batch = tuple[Tensor, Tensor]
+
+RANGES = {"batch_size": (1, 2**20), "image_size": (8, 2**12), "num_workers": (0, 2**10), "max_shift": (0, 2**12)}
 
 
 class TensorSet(Dataset[Batch]):
@@ -127,6 +129,7 @@ class ImageData(L.LightningDataModule):
         if stage == "predict":
             self.setup_predict()
         elif not self.splits:
+            refuse_outside("data", self.hparams, RANGES)
             source = self.load_source()
             for name in ("test", "val"):
                 if name not in source.splits:

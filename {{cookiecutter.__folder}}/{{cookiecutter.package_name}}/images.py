@@ -1,5 +1,6 @@
 """Image files become clean uint8 arrays: which files count, how one is read and resized, and their content hash."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,11 +20,13 @@ from . import UserError
 
 # Part of the serving contract: whoever serves the model prepares images by this rule, as training did.
 RULE = (
-    "EXIF orientation applied; transparency composited on white; 16-bit scaled to 8-bit; converted to {mode}; resized "
+    "EXIF orientation applied; 16-bit scaled to 8-bit; transparency composited on white; converted to {mode}; resized "
     "(bilinear, antialiased) and centre-cropped to {size}x{size} pixels; uint8, channels first"
 )
 MAX_PIXELS = 100_000_000  # takes 300 MB decoded; a larger file is more likely an attack than a picture
-SUFFIXES = {suffix for suffix, name in Image.registered_extensions().items() if name in Image.OPEN}
+# Pillow names these formats, but leaves reading them to other programs, or can't read them at all.
+FOREIGN = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+SUFFIXES = {suffix for suffix, name in Image.registered_extensions().items() if name in Image.OPEN.keys() - FOREIGN}
 
 
 def list_images(folder: Path) -> list[Path]:
@@ -39,12 +42,18 @@ def read_image(path: Path, mode: str, size: int) -> np.ndarray:
         UserError: The file can't be read as an image, or has more than `MAX_PIXELS`.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=sorted(Image.OPEN.keys() - FOREIGN)) as image:
             if image.width * image.height > MAX_PIXELS:  # known from the header, before anything is decoded
                 raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_PIXELS:,} are read")
             upright: Image.Image = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):  # 16-bit: scaled here, for Pillow would clip it to 255
-                upright = Image.fromarray((np.asarray(upright).astype(np.float32) / 257).clip(0, 255).astype(np.uint8))
+            if upright.mode in ("I", "F"):
+                raise ValueError("32-bit pixels have no stated range; save it with 8 or 16 bits")
+            if upright.mode.startswith("I;16"):  # scaled here, for Pillow would clip it to 255
+                pixels = np.asarray(upright).astype(np.float32)
+                pixels[pixels == upright.info.get("transparency", -1)] = (
+                    65535  # white: the one value that shows through
+                )
+                upright = Image.fromarray((pixels / 257).round().astype(np.uint8))
             if upright.has_transparency_data:
                 upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
             array = np.asarray(ImageOps.fit(upright.convert(mode), (size, size), Image.Resampling.BILINEAR))
@@ -69,7 +78,9 @@ def file_hashes(files: list[Path], cache_dir: Path) -> list[str]:
         UserError: A file can't be read.
     """
     cache_file = cache_dir / "file_hashes.json"
-    cache: dict[str, str] = json.loads(cache_file.read_text()) if cache_file.is_file() else {}
+    cache: dict[str, str] = {}
+    with contextlib.suppress(FileNotFoundError, ValueError):  # none yet, or damaged: then all is read again
+        cache = json.loads(cache_file.read_text())
     try:
         keys = [f"{path.resolve()} {(stat := path.stat()).st_size} {stat.st_mtime_ns}" for path in files]
         new = {key: path for key, path in zip(keys, files, strict=True) if key not in cache}
@@ -104,15 +115,16 @@ def load_images(files: list[Path], mode: str, size: int, key: str, cache_dir: Pa
     path = cache_dir / f"{combine_hashes([key, RULE.format(mode=mode, size=size)])[:32]}.npy"
     cache_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # one process decodes, the others wait for its file
-        if not path.is_file():
-            part = path.with_suffix(".part")
-            shape = (len(files), 3 if mode == "RGB" else 1, size, size)
-            array = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
-            with ThreadPoolExecutor() as pool:
-                images = pool.map(partial(read_image, mode=mode, size=size), files)
-                for index, image in enumerate(tqdm(images, "decode images", total=len(files), disable=None)):
-                    array[index] = image
-            array.flush()
-            part.replace(path)
-    # Copy-on-write: torch wants writable memory, and the file stays as it is.
-    return torch.from_numpy(np.load(path, mmap_mode="c"))
+        with contextlib.suppress(FileNotFoundError, ValueError, EOFError):  # none yet, or damaged
+            # Copy-on-write: torch wants writable memory, and the file stays as it is.
+            return torch.from_numpy(np.load(path, mmap_mode="c"))
+        part = path.with_suffix(".part")
+        shape = (len(files), 3 if mode == "RGB" else 1, size, size)
+        array = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
+        with ThreadPoolExecutor() as pool:
+            images = pool.map(partial(read_image, mode=mode, size=size), files)
+            for index, image in enumerate(tqdm(images, "decode images", total=len(files), disable=None)):
+                array[index] = image
+        array.flush()
+        part.replace(path)
+        return torch.from_numpy(np.load(path, mmap_mode="c"))

@@ -81,16 +81,13 @@ class Registry(Callback):
             # Loose: the checkpoint was validated in the training precision, the export computes in float32.
             if not math.isclose(value, metrics[name], rel_tol=0.05, abs_tol=0.01):
                 raise UserError(f"{name} is {metrics[name]:.4g}, but {value:.4g} through ONNX: nothing is registered.")
-        client, run_id = run.experiment, run.run_id
-        versions = client.search_model_versions(f"name = '{self.model_name}'")
-        same = [
-            item
-            for item in versions
-            if (item.run_id, item.tags.get("onnx_sha256")) == (run_id, contract["onnx_sha256"])
-        ]
-        version = same[0] if same else self.create(client, run_id, folder, contract, metrics)
-        with FileLock(ROOT / ".promotion.lock"):  # MLflow's aliases know no compare-and-set
-            return self.promote(client, version)
+        with plain_errors(run.client.tracking_uri):
+            client, run_id, onnx_sha256 = run.experiment, run.run_id, contract["onnx_sha256"]
+            versions = client.search_model_versions(f"name = '{self.model_name}'")
+            same = [item for item in versions if item.run_id == run_id and item.tags.get("onnx_sha256") == onnx_sha256]
+            version = same[0] if same else self.create(client, run_id, folder, contract, metrics)
+            with FileLock(ROOT / ".promotion.lock"):  # MLflow's aliases know no compare-and-set
+                return self.promote(client, version)
 
     def create(
         self, client: Any, run_id: str | None, folder: Path, contract: dict[str, Any], metrics: dict[str, float]

@@ -79,7 +79,13 @@ def image_folder(folder: Path, mode: str, size: int, cache_dir: Path) -> Source:
         UserError: Fewer than two classes, a class without training images, or one that only `val/` or `test/` has.
     """
     names = [name for name in ("train", "val", "test") if (folder / name).is_dir()]
-    roots = {name: folder / name for name in names} if "train" in names else {"train": folder}
+    other = [name for name in class_folders(folder) if name not in names]
+    if names and (other or "train" not in names):
+        raise UserError(
+            f"{folder} has {names} and beside them {other}: expected one sub-folder for each class, or train/ and, if "
+            "you like, val/ and test/, each with the classes inside."
+        )
+    roots = {name: folder / name for name in names} or {"train": folder}
     classes = class_folders(roots["train"])
     if len(classes) < 2:
         raise UserError(
@@ -98,6 +104,8 @@ def image_folder(folder: Path, mode: str, size: int, cache_dir: Path) -> Source:
                 raise UserError(f"{root / class_name} holds no image. Add some, or remove the folder.")
             files += found
             labels += [label] * len(found)
+        if start == len(files):
+            raise UserError(f"{root} holds no image. Add some, or remove the folder to have the split cut from train.")
         splits[name] = np.arange(start, len(files))
     contents = combine_hashes(file_hashes(files, cache_dir))
     data_hash = combine_hashes([contents, *(path.relative_to(folder).as_posix() for path in files)])

@@ -12,10 +12,13 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from . import UserError
+from . import UserError, refuse_outside
 from .model import Network, parameter_groups
 
 Batch = tuple[Tensor, Tensor]
+
+RANGES = {"width": (1, 2**14), "dropout": (0, 0.99), "lr": (0, 1e3), "weight_decay": (0, 1e3)}
+RANGES |= {"warmup_fraction": (0, 1), "label_smoothing": (0, 0.99)}
 
 
 def warmup_cosine(step: int, total_steps: int, warmup_fraction: float) -> float:
@@ -65,6 +68,7 @@ class ClassificationTask(LightningModule):
 
     def build(self) -> None:
         """Make the network and the metrics for the classes and the inputs that the hyperparameters name."""
+        refuse_outside("model", self.hparams, RANGES)
         self.network = Network(
             self.hparams["input_spec"], len(self.hparams["classes"]), self.hparams["width"], self.hparams["dropout"]
         )

@@ -48,13 +48,15 @@ def embedded_store() -> str:
 
 @contextmanager
 def plain_errors(uri: str) -> Iterator[None]:
-    """Turn what MLflow raises, in many lines, into one UserError."""
+    """Turn what a store raises, in many lines and of several kinds, into one UserError that shows no password."""
     from mlflow import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
-    except MlflowException as error:
-        message = re.sub(r"//[^/\s]*@", "//", f"MLflow at {uri}: {str(error).splitlines()[0]}")  # without a password
+    except (MlflowException, SQLAlchemyError, ImportError, OSError) as error:  # a driver is missing, or no answer came
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = re.sub(r"(?<=//)[^/\s]*@|\?[^\s:]*", "", f"MLflow at {uri}: {reason}")
         raise UserError(
             f"{message[:400]} Start the server, unset MLFLOW_TRACKING_URI to use the project's own store, or set "
             "--trainer.logger false."
@@ -102,7 +104,8 @@ class MLflowRun(MLFlowLogger):
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or embedded_store()
         # Absolute, so that artifacts land in the project from any working directory; a server decides for itself.
         location = (ROOT / "mlruns").as_uri() if uri.startswith("sqlite:") else None
-        super().__init__(experiment_name or PACKAGE.name, tracking_uri=uri, artifact_location=location)
+        with plain_errors(uri):
+            super().__init__(experiment_name or PACKAGE.name, tracking_uri=uri, artifact_location=location)
         self.keep_open = False  # whether more will be recorded after training, before the run counts as finished
         self._pending: list[Any] = []
         self._last_flush = time.monotonic()
@@ -142,7 +145,8 @@ class MLflowRun(MLFlowLogger):
         from mlflow.entities import RunTag
 
         client = self.experiment
-        client.log_batch(self._run_id, tags=[RunTag(key, str(value)[:5000]) for key, value in tags.items()])
+        with plain_errors(self._tracking_uri):
+            client.log_batch(self._run_id, tags=[RunTag(key, str(value)[:5000]) for key, value in tags.items()])
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
@@ -150,9 +154,10 @@ class MLflowRun(MLFlowLogger):
         from mlflow.entities import Param
 
         client = self.experiment
-        known = client.get_run(self._run_id).data.params
         values = {key: str(value)[:6000] for key, value in dict(params).items() if not key.startswith("_")}
-        client.log_batch(self._run_id, params=[Param(*item) for item in values.items() if item[0] not in known])
+        with plain_errors(self._tracking_uri):
+            known = client.get_run(self._run_id).data.params
+            client.log_batch(self._run_id, params=[Param(*item) for item in values.items() if item[0] not in known])
         self.log_tags({f"resumed.{key}": value for key, value in values.items() if known.get(key, value) != value})
 
     @rank_zero_only
@@ -169,7 +174,8 @@ class MLflowRun(MLFlowLogger):
         """Send what is collected; the store takes at most 1,000 points in a call."""
         client = self.experiment
         while self._pending:
-            client.log_batch(self._run_id, metrics=self._pending[:1000])
+            with plain_errors(self._tracking_uri):
+                client.log_batch(self._run_id, metrics=self._pending[:1000])
             del self._pending[:1000]
         self._last_flush = time.monotonic()
 
@@ -182,4 +188,5 @@ class MLflowRun(MLFlowLogger):
         if not (status == "success" and self.keep_open):
             stopped = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException))
             end = "FINISHED" if status == "success" else "KILLED" if stopped else "FAILED"
-            self._mlflow_client.set_terminated(str(self._run_id), end)
+            with plain_errors(self._tracking_uri):
+                self._mlflow_client.set_terminated(str(self._run_id), end)
