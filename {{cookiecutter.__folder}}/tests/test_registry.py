@@ -4,6 +4,8 @@ import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable, Iterator
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,3 +276,19 @@ def test_reason_is_kept_on_the_version(
 def test_checkpoint_that_was_exported_stays_as_it_is(trained: SimpleNamespace) -> None:
     contract = json.loads((trained.folder / "export" / "contract.json").read_text("utf-8"))
     assert file_hash(trained.best) == contract["checkpoint_sha256"]
+
+
+# Several at once
+
+
+def test_first_runs_at_the_same_moment_all_find_a_registry_that_answers(project: Path) -> None:
+    run = MLflowRun("several")
+    registry = Registry(model_name="several")
+    barrier = threading.Barrier(8)
+
+    def rehearse(_: int) -> str:
+        barrier.wait()
+        return registry.rehearse(SimpleNamespace(logger=run), None, None).split(";")[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(rehearse, range(8))) == {"registry answers"}

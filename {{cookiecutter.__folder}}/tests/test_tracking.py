@@ -139,6 +139,14 @@ def test_a_store_that_breaks_in_the_middle_is_named_in_one_line(tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
+def test_an_experiment_that_another_process_has_just_made_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = MLflowRun("at once"), MLflowRun("at once")
+    find = second.client.get_experiment_by_name
+    answers = iter([None])  # what the second process was told before the first one made it
+    monkeypatch.setattr(second.client, "get_experiment_by_name", lambda name: next(answers, find(name)))
+    assert first.experiment_id == second.experiment_id
+
+
 def test_a_run_knows_its_versions_and_its_code() -> None:
     versions = {"python_version", "torch_version", "cuda_version", "cudnn_version", "driver_version"}
     assert {"git_commit", "git_dirty", "device", "command"} | versions <= run_facts().keys()

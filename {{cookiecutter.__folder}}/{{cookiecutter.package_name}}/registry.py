@@ -12,7 +12,7 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from . import PACKAGE, ROOT, UserError
 from .images import file_hash
 from .runs import evaluate, run_folder
-from .tracking import MLflowRun, plain_errors, run_facts
+from .tracking import MLflowRun, existing_is_fine, plain_errors, run_facts
 
 
 class Registry(Callback):
@@ -44,7 +44,7 @@ class Registry(Callback):
         client = trainer.logger.client
         with plain_errors(client.tracking_uri):
             champion = self.champion(client)
-            if champion is None and not client.search_registered_models(f"name = '{self.model_name}'"):
+            with existing_is_fine():
                 client.create_registered_model(self.model_name)
         return f"registry answers; champion so far: {f'version {champion.version}' if champion else 'none'}"
 
@@ -81,13 +81,13 @@ class Registry(Callback):
             # Loose: the checkpoint was validated in the training precision, the export computes in float32.
             if not math.isclose(value, metrics[name], rel_tol=0.05, abs_tol=0.01):
                 raise UserError(f"{name} is {metrics[name]:.4g}, but {value:.4g} through ONNX: nothing is registered.")
-        with plain_errors(run.client.tracking_uri):
+        # MLflow knows neither find-or-create nor compare-and-set, so processes of this project take turns.
+        with FileLock(ROOT / ".registry.lock"), plain_errors(run.client.tracking_uri):
             client, run_id, onnx_sha256 = run.experiment, run.run_id, contract["onnx_sha256"]
             versions = client.search_model_versions(f"name = '{self.model_name}'")
             same = [item for item in versions if item.run_id == run_id and item.tags.get("onnx_sha256") == onnx_sha256]
             version = same[0] if same else self.create(client, run_id, folder, contract, metrics)
-            with FileLock(ROOT / ".promotion.lock"):  # MLflow's aliases know no compare-and-set
-                return self.promote(client, version)
+            return self.promote(client, version)
 
     def create(
         self, client: Any, run_id: str | None, folder: Path, contract: dict[str, Any], metrics: dict[str, float]

@@ -63,6 +63,18 @@ def plain_errors(uri: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def existing_is_fine() -> Iterator[None]:
+    """For creating what another process may be creating at this very moment."""
+    from mlflow import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
 def command_output(*command: str) -> str:
     """What a program prints, or `none` where it is missing or fails."""
     try:
@@ -135,8 +147,10 @@ class MLflowRun(MLFlowLogger):
         """
         if self._initialized:
             return self._mlflow_client
-        with plain_errors(self._tracking_uri), STORE_LOCK:  # two first runs would both create the experiment
-            client = super().experiment
+        with plain_errors(self._tracking_uri), STORE_LOCK:
+            with existing_is_fine():
+                _ = super().experiment
+            client = super().experiment  # finds the experiment, where another process has just made it
             client.update_run(self._run_id, "RUNNING")
         return client
 
