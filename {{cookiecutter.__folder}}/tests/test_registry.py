@@ -3,8 +3,8 @@
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Callable, Iterator
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
