@@ -313,7 +313,28 @@ def test_number_of_threads_is_that_of_the_option(trained: SimpleNamespace) -> No
 
 
 def test_no_batch_size_means_no_measurement(trained: SimpleNamespace) -> None:
-    assert measure_latency(trained.folder / "export" / "model.onnx", [], 1) == []
+    assert measure_latency(trained.folder / "export" / "model.onnx", [], 1, seconds=0) == []
+
+
+@pytest.mark.parametrize(("batch_size", "num_threads"), [(0, 1), (1, -3)])
+def test_measurement_that_can_not_be_made_is_refused(
+    trained: SimpleNamespace, batch_size: int, num_threads: int
+) -> None:
+    with pytest.raises(UserError, match=r"expected at least 1 of each. Change onnx.batch_sizes or onnx.num_threads"):
+        measure_latency(trained.folder / "export" / "model.onnx", [batch_size], num_threads, seconds=0)
+
+
+def test_measurement_is_tried_out_before_training(
+    task: ClassificationTask, digits: ImageData, make_trainer: Callable[..., Any]
+) -> None:
+    with pytest.raises(UserError, match="Latency can't be measured"):
+        OnnxExport(batch_sizes=[0]).rehearse(make_trainer(), task, digits)
+
+
+def test_summary_without_measurement_says_the_rest(copied: Path) -> None:
+    path = copied / "export" / "contract.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "latency": []}))
+    assert export_summary(copied / "checkpoints" / "best.ckpt")[1].endswith("validation samples")
 
 
 def test_summary_names_file_equality_and_latency(trained: SimpleNamespace) -> None:

@@ -192,6 +192,13 @@ def test_export_that_was_changed_is_refused(
         run_again(folder)
 
 
+def test_metrics_of_other_data_are_not_taken_for_those_of_the_checkpoint(
+    trained: SimpleNamespace, command: Callable[..., str]
+) -> None:
+    with pytest.raises(SystemExit, match="trained on data .* Bring back the same files and split"):
+        command("register", str(trained.best), "--data.split_seed", "7")
+
+
 def test_metrics_that_the_export_does_not_have_are_refused(run_again: Callable[..., str]) -> None:
     with pytest.raises(UserError, match="val_acc is 2, but .* through ONNX: nothing is registered"):
         run_again(val_acc=2.0)

@@ -337,7 +337,7 @@ def test_training_on_is_refused_on_another_split(
     trained: SimpleNamespace, make_trainer: Callable[..., L.Trainer]
 ) -> None:
     task = ClassificationTask.load_from_checkpoint(trained.best, weights_only=True)
-    with pytest.raises(UserError, match="Resume on the same files and split, or train anew"):
+    with pytest.raises(UserError, match="Bring back the same files and split, or train anew"):
         make_trainer(max_epochs=1).fit(task, datamodule=ImageData(split_seed=7))
 
 

@@ -36,9 +36,8 @@ def check(trainer: Trainer, model: LightningModule, datamodule: LightningDataMod
         for callback in trainer.callbacks:
             if rehearse := getattr(callback, "rehearse", None):
                 start = time.perf_counter()
-                print(
-                    f"  {rehearse(trainer, task.eval(), datamodule)} ({time.perf_counter() - start:.1f} s)", flush=True
-                )
+                outcome = rehearse(trainer, task.eval(), datamodule)
+                print(f"  {outcome} ({time.perf_counter() - start:.1f} s)", flush=True)
 
 
 def check_labels(datamodule: LightningDataModule) -> list[str]:

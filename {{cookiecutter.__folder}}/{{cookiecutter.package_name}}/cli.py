@@ -62,12 +62,7 @@ class CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         ours = {"model", "datamodule"}
-        return {
-            **LightningCLI.subcommands(),
-            "check": ours,
-            "export": ours,
-            "register": ours,
-        }
+        return {**LightningCLI.subcommands(), "check": ours, "export": ours, "register": ours}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("seed_everything", "data.seed")

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_convert
 from torchvision.transforms.v2 import functional as transforms
 
 from . import ROOT, UserError, refuse_outside
 from .augment import augment
-from .images import RULE, combine_hashes, file_hashes, list_images, load_images
+from .images import RULE, channel_statistics, combine_hashes, file_hashes, list_images, load_images
 from .sources import TORCHVISION_SETS, Source, cut, digits, image_folder, torchvision_set
 
 Batch = tuple[Tensor, Tensor]
@@ -45,11 +45,6 @@ class LazyLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         yield from super().__iter__()
-
-
-def as_is(batch: Any) -> Any:
-    """Collate function for batches that are fetched whole; at module level, so that workers can be spawned."""
-    return batch
 
 
 def choose_num_workers(in_memory: bool) -> int:
@@ -144,13 +139,13 @@ class ImageData(L.LightningDataModule):
         rows = [f"{name} {source.splits[name].tolist()}" for name in names]
         self.fingerprint = {"data_hash": source.data_hash, "split_hash": combine_hashes([source.data_hash, *rows])}
         channels, size = source.images.shape[1], source.images.shape[-1]
-        train_images = source.images[self.splits["train"].rows].float() / 255
+        mean, std = channel_statistics(source.images, self.splits["train"].rows)
         self.input_spec: dict[str, Any] = {
             "name": "images",
             "shape": list(source.images.shape[1:]),
             "dtype": "uint8",
-            "mean": train_images.mean(dim=(0, 2, 3)).tolist(),
-            "std": train_images.std(dim=(0, 2, 3)).clamp(min=1e-3).tolist(),  # an unused channel has no deviation
+            "mean": mean,
+            "std": std,
             "preprocessing": RULE.format(mode="RGB" if channels == 3 else "L", size=size),
         }
 
@@ -189,7 +184,7 @@ class ImageData(L.LightningDataModule):
             batch_size=batch_size,
             sampler=sampler,
             num_workers=num_workers,
-            collate_fn=as_is,
+            collate_fn=default_convert,  # batches are fetched whole
             drop_last=training,  # a last batch of a few samples would disturb the statistics of batch norm
             pin_memory=bool(self.trainer) and isinstance(self.trainer.accelerator, CUDAAccelerator),
             generator=torch.Generator().manual_seed(seed),  # seeds the workers

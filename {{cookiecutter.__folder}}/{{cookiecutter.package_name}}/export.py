@@ -1,9 +1,7 @@
 """From a checkpoint to one ONNX file and its serving contract, proven equal to PyTorch and measured."""
 
-import contextlib
 import copy
 import importlib.metadata
-import io
 import json
 import os
 import subprocess
@@ -47,7 +45,7 @@ def write_onnx(frozen: nn.Module, input_spec: dict[str, Any], path: Path) -> Non
     import onnx  # here and not above: training does not need it
 
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.autocast("cpu", enabled=False):
+        with warnings.catch_warnings(), torch.autocast("cpu", enabled=False):
             warnings.simplefilter("ignore")  # the exporter's own deprecations, which no user can mend
             program = torch.onnx.export(
                 frozen,
@@ -71,18 +69,22 @@ def write_onnx(frozen: nn.Module, input_spec: dict[str, Any], path: Path) -> Non
         raise UserError(f"The exported graph holds {left}, which belong to training. See eval mode in model.py.")
 
 
-def measure_latency(path: Path, batch_sizes: list[int], num_threads: int) -> list[dict[str, float]]:
-    """Latency and peak memory at each batch size, each in a fresh process."""
-    command = [
-        sys.executable,
-        str(PACKAGE / "latency.py"),
-        str(path),
-        "--num_threads",
-        str(num_threads),
-        "--batch_size",
-    ]
-    runs = [subprocess.run([*command, str(size)], check=True, capture_output=True) for size in batch_sizes]
-    return [json.loads(run.stdout) for run in runs]
+def measure_latency(path: Path, batch_sizes: list[int], num_threads: int, seconds: float) -> list[dict[str, float]]:
+    """Latency and peak memory at each batch size, each in a fresh process.
+
+    Raises:
+        UserError: One can't be measured; passes on what the process said last.
+    """
+    options = [f"--num_threads={num_threads}", f"--seconds={seconds}"]
+    command = [sys.executable, str(PACKAGE / "latency.py"), str(path), *options]
+    rows = []
+    for size in batch_sizes:
+        run = subprocess.run([*command, f"--batch_size={size}"], capture_output=True, text=True)
+        if run.returncode:
+            reason = (run.stderr.strip() or f"exit code {run.returncode}, perhaps out of memory").splitlines()[-1]
+            raise UserError(f"Latency can't be measured: {reason}. Change onnx.batch_sizes or onnx.num_threads.")
+        rows.append(json.loads(run.stdout))
+    return rows
 
 
 class OnnxExport(Callback):
@@ -116,6 +118,7 @@ class OnnxExport(Callback):
             path = Path(name) / "model.onnx"
             write_onnx(frozen, task.hparams["input_spec"], path)
             parity = verify(task, frozen, path, datamodule.splits["val"], self.tolerance)
+            measure_latency(path, self.batch_sizes, self.num_threads, seconds=0)
         return f"export of the untrained network: equal to PyTorch within {parity['max_abs_difference']:.1g}"
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,8 +126,8 @@ class OnnxExport(Callback):
         if self.enabled and best and trainer.is_global_zero:
             self.run(type(pl_module), trainer.datamodule, Path(best))
 
-    def run(self, task_class: type[LightningModule], datamodule: LightningDataModule, checkpoint: Path) -> str:
-        """Export, prove, measure; only then do the files take the place of an earlier export. Returns the folder."""
+    def run(self, task_class: type[LightningModule], datamodule: LightningDataModule, checkpoint: Path) -> None:
+        """Export, prove, measure; only then do the files take the place of an earlier export."""
         task: Any = task_class.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True).eval()
         frozen, spec, classes = freeze(task.network), task.hparams["input_spec"], task.hparams["classes"]
         folder = run_folder(checkpoint) / "export"
@@ -140,7 +143,7 @@ class OnnxExport(Callback):
                 "output": {"name": "logits", "shape": ["batch", len(classes)], "dtype": "float32"},
                 "classes": classes,
                 "parity": verify(task, frozen, path, datamodule.splits["val"], self.tolerance),
-                "latency": measure_latency(path, self.batch_sizes, self.num_threads),
+                "latency": measure_latency(path, self.batch_sizes, self.num_threads, seconds=1),
                 **task.hparams["fingerprint"],
                 "checkpoint_sha256": file_hash(checkpoint),
                 "onnx_sha256": file_hash(path),
@@ -150,7 +153,6 @@ class OnnxExport(Callback):
             if folder.exists():
                 os.replace(folder, Path(name) / "previous")
             os.replace(part, folder)
-        return os.path.relpath(folder)
 
 
 def export_summary(checkpoint: Path) -> list[str]:
@@ -159,12 +161,11 @@ def export_summary(checkpoint: Path) -> list[str]:
     if not path.is_file():
         return []
     contract = json.loads(path.read_text("utf-8"))
-    parity, first = contract["parity"], contract["latency"][0]
-    equal = (
-        f"equal to PyTorch within {parity['max_abs_difference']:.1g} on {parity['val_samples']:,} validation samples"
-    )
-    latency = f"batch {first['batch_size']}: p50 {first['p50_ms']:.3g} ms, peak {first['peak_memory_mb']:.0f} MiB"
-    return [f"exported         {os.path.relpath(path.parent)}/model.onnx", f"                 {equal}; {latency}"]
+    difference, samples = contract["parity"]["max_abs_difference"], contract["parity"]["val_samples"]
+    equal = f"equal to PyTorch within {difference:.1g} on {samples:,} validation samples"
+    for row in contract["latency"][:1]:
+        equal += f"; batch {row['batch_size']}: p50 {row['p50_ms']:.3g} ms, peak {row['peak_memory_mb']:.0f} MiB"
+    return [f"exported         {os.path.relpath(path.parent)}/model.onnx", f"                 {equal}"]
 
 
 def export(

@@ -50,9 +50,7 @@ def read_image(path: Path, mode: str, size: int) -> np.ndarray:
                 raise ValueError("32-bit pixels have no stated range; save it with 8 or 16 bits")
             if upright.mode.startswith("I;16"):  # scaled here, for Pillow would clip it to 255
                 pixels = np.asarray(upright).astype(np.float32)
-                pixels[pixels == upright.info.get("transparency", -1)] = (
-                    65535  # white: the one value that shows through
-                )
+                pixels[pixels == upright.info.get("transparency", -1)] = 65535  # what shows through: white
                 upright = Image.fromarray((pixels / 257).round().astype(np.uint8))
             if upright.has_transparency_data:
                 upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
@@ -128,3 +126,16 @@ def load_images(files: list[Path], mode: str, size: int, key: str, cache_dir: Pa
         array.flush()
         part.replace(path)
         return torch.from_numpy(np.load(path, mmap_mode="c"))
+
+
+def channel_statistics(images: Tensor, rows: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel over some rows of (N, C, H, W) uint8, in units of [0, 1].
+
+    In small pieces: as float32 at once, a data set would take several times its own memory.
+    """
+    total = torch.zeros(2, images.shape[1], dtype=torch.float64)
+    for piece in rows.split(256):
+        pixels = images[piece].double() / 255
+        total += torch.stack([pixels.sum(dim=(0, 2, 3)), pixels.square().sum(dim=(0, 2, 3))])
+    mean, square = total / (len(rows) * images[0, 0].numel())
+    return mean.tolist(), (square - mean.square()).clamp(min=1e-6).sqrt().tolist()  # an unused channel has no deviation

@@ -47,4 +47,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--num_threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1.0)
-    print(json.dumps(measure(**vars(parser.parse_args()))))
+    options = parser.parse_args()
+    if options.batch_size < 1 or options.num_threads < 1:
+        parser.error(f"batch size {options.batch_size} and {options.num_threads} threads: expected at least 1 of each")
+    print(json.dumps(measure(**vars(options))))

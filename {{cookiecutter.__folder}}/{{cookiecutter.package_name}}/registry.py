@@ -55,15 +55,8 @@ class Registry(Callback):
             trainer.logger.log_tags({**run_facts(), **pl_module.hparams["fingerprint"], "classes": classes})
 
     def run(self, run: MLflowRun, checkpoint: Path, metrics: dict[str, float]) -> str:
-        """Register the export that lies beside a checkpoint; doing it again finds the same version.
-
-        Args:
-            run: The MLflow run that made the checkpoint.
-            checkpoint: The exported checkpoint.
-            metrics: Validation and test metrics of this very checkpoint.
-
-        Returns:
-            Which version it is, the aliases that point to it, and why.
+        """Register the export that lies beside a checkpoint, in the MLflow run that made it; doing it again finds the
+        same version. Returns which version that is, the aliases that point to it, and why.
 
         Raises:
             UserError: There is no export of this checkpoint, or its metrics through ONNX are not the checkpoint's.

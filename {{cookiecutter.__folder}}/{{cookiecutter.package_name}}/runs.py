@@ -34,9 +34,7 @@ def newest_best() -> Path:
     found = RUNS.glob("*/checkpoints/best.ckpt")
     newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:
-        raise UserError(
-            f"There is no checkpoint in {RUNS} yet. Train first (python -m {PACKAGE.name} fit), or name one."
-        )
+        raise UserError(f"There is no checkpoint in {RUNS} yet. Train first: python -m {PACKAGE.name} fit")
     return newest
 
 
@@ -49,7 +47,7 @@ def load_checkpoint(path: str) -> dict[str, Any]:
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged file raises one of many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{path} can't be read as a checkpoint: {reason[:200]}") from error
     if not {"hyper_parameters", "datamodule_hyper_parameters"} <= checkpoint.keys():
         raise UserError(f"{path} has no hyperparameters: it is no checkpoint of this project's `fit`.")
@@ -80,7 +78,7 @@ class RunFolder(SaveConfigCallback):
             trainer.logger.use_folder(folder)
         if trainer.is_global_zero:
             name = "recipe-resumed.yaml" if (folder / "recipe.yaml").exists() else "recipe.yaml"
-            self.parser.save(self.config, str(folder / name), skip_none=False, overwrite=True)
+            self.parser.save(self.config, str(folder / name), skip_unset=False, overwrite=True)
 
     def make(self) -> str:
         """The folder that a resumed checkpoint lies in, or a new one; of runs in the same second, each gets its own."""
@@ -100,16 +98,17 @@ class EpochLine(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            values = [
-                f"{key} {float(value):.4f}" for key, value in trainer.callback_metrics.items() if key[:4] == "val_"
-            ]
-            rank_zero_info(f"epoch {trainer.current_epoch + 1} of {trainer.max_epochs}: {', '.join(values)}")
+            metrics = trainer.callback_metrics.items()
+            values = ", ".join(f"{name} {float(value):.4f}" for name, value in metrics if name.startswith("val_"))
+            rank_zero_info(f"epoch {trainer.current_epoch + 1} of {trainer.max_epochs}: {values}")
 
 
 def evaluate(
     trainer: Trainer, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str
 ) -> dict[str, float]:
-    """Validation and test metrics of this very checkpoint, kept in `metrics.json` of its run."""
+    """Validation and test metrics of this very checkpoint on its own data, kept in `metrics.json` of its run."""
+    datamodule.setup("validate")
+    model.refuse_other_data(datamodule)  # type: ignore[operator]
     metrics: dict[str, float] = {}
     loggers, trainer.loggers = trainer.loggers, []  # or they would add a point to the curves of training
     try:

@@ -88,9 +88,8 @@ def image_folder(folder: Path, mode: str, size: int, cache_dir: Path) -> Source:
     roots = {name: folder / name for name in names} or {"train": folder}
     classes = class_folders(roots["train"])
     if len(classes) < 2:
-        raise UserError(
-            f"{roots['train']} has {len(classes)} sub-folders, expected one for each of at least 2 classes."
-        )
+        folders = f"{roots['train']} has {len(classes)} sub-folders"
+        raise UserError(f"{folders}, expected one for each of at least 2 classes.")
     files: list[Path] = []
     labels: list[int] = []
     splits: dict[str, np.ndarray] = {}

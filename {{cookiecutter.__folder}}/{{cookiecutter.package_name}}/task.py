@@ -98,10 +98,19 @@ class ClassificationTask(LightningModule):
         if stage == "predict":  # files to predict are read to the checkpoint's shape, and have no classes of their own
             return
         self.adopt(self.trainer.datamodule)
-        if stage == "fit" and self.hparams["fingerprint"] != self.trainer.datamodule.fingerprint:
+        if stage == "fit":
+            self.refuse_other_data(self.trainer.datamodule)
+
+    def refuse_other_data(self, datamodule: LightningDataModule) -> None:
+        """For what is only true of the data that a checkpoint was trained on: going on, and the metrics on record.
+
+        Raises:
+            UserError: A file or the split has changed since.
+        """
+        if self.hparams["fingerprint"] != datamodule.fingerprint:
             raise UserError(
                 f"This checkpoint was trained on data {self.hparams['fingerprint']}, the data now is "
-                f"{self.trainer.datamodule.fingerprint}. Resume on the same files and split, or train anew."
+                f"{datamodule.fingerprint}. Bring back the same files and split, or train anew."
             )
 
     def forward(self, inputs: Tensor) -> Tensor:
