@@ -1,6 +1,7 @@
 """Splits, loaders, augmentation, and the sharing out between devices."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +13,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from {{ cookiecutter.package_name }} import UserError
-from {{ cookiecutter.package_name }}.augment import augment, shift
-from {{ cookiecutter.package_name }}.data import ImageData, choose_num_workers
+from {{ cookiecutter.package_name }}.augment import OFF
+from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.images import Files, Stored
+from {{ cookiecutter.package_name }}.loader import ImageSet, choose_num_workers, sample_weights
 from {{ cookiecutter.package_name }}.sources import Source
 from {{ cookiecutter.package_name }}.task import ClassificationTask
+
+FILES, STORED = Files([], "L", (0, 8, 8, 1)), Stored(Path(), np.zeros(0), (0, 8, 8, 1))
 
 
 class Recorder(L.Callback):
@@ -54,14 +59,20 @@ def record(make_trainer: Callable[..., L.Trainer]) -> Callable[..., Recorder]:
     return run
 
 
+def adopted(datamodule: ImageData, images: Tensor, labels: np.ndarray, rows: dict[str, np.ndarray]) -> ImageData:
+    """The data module, with the given data in the place of its own."""
+    datamodule.augmentation = {**OFF}
+    names = [str(row) for row in range(len(labels))]
+    datamodule.adopt(Source(images, labels, [str(label) for label in range(76)], 8, "hash", rows, names, names))
+    return datamodule
+
+
 @pytest.fixture
 def numbered() -> ImageData:
     """48 training, 19 validation and 9 test samples, each with its own number in the place of its label."""
-    datamodule = ImageData(batch_size=8)
     rows = {"train": np.arange(48), "val": np.arange(48, 67), "test": np.arange(67, 76)}
-    images = torch.arange(76, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8).contiguous()
-    datamodule.adopt(Source(images, np.arange(76), ["a", "b"], "hash", rows))
-    return datamodule
+    images = torch.arange(76, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 8, 8, 1).contiguous()
+    return adopted(ImageData(batch_size=8), images, np.arange(76), rows)
 
 
 @pytest.fixture
@@ -130,16 +141,15 @@ def test_another_split_changes_the_split_hash_alone(digits: ImageData) -> None:
 
 def test_statistics_are_those_of_the_training_split_alone(digits: ImageData) -> None:
     split = digits.splits["train"]
-    values = split.images[split.rows].numpy() / 255
+    values = split.images[split.rows].numpy() / 255  # fewer than are looked at in a larger split
     assert digits.input_spec["mean"] + digits.input_spec["std"] == pytest.approx(
         [values.mean(), values.std()], rel=1e-4
     )
 
 
 def test_unused_channel_is_not_divided_by_zero() -> None:
-    datamodule = ImageData()
     rows = dict.fromkeys(("train", "val", "test"), np.arange(4))
-    datamodule.adopt(Source(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), np.zeros(4, dtype=int), ["a"], "hash", rows))
+    datamodule = adopted(ImageData(), torch.zeros(4, 8, 8, 1, dtype=torch.uint8), np.zeros(4, dtype=int), rows)
     assert datamodule.input_spec["std"] == pytest.approx([1e-3])
 
 
@@ -157,7 +167,7 @@ def test_setup_loads_once(digits: ImageData) -> None:
 
 def test_unknown_source_is_refused() -> None:
     with pytest.raises(
-        UserError, match="data.source is 'digit'; expected a folder that exists, or one of: digits, mnist"
+        UserError, match="data.source is 'digit'; expected a folder or a CSV that exists, or one of: digits, mnist"
     ):
         ImageData(source="digit").setup("fit")
 
@@ -256,14 +266,55 @@ def test_two_devices_train_on_equally_many_batches(numbered: ImageData, share: C
     assert [len(items) for items in shares] == [16, 16]
 
 
-def test_data_in_memory_is_loaded_without_workers() -> None:
-    assert choose_num_workers(in_memory=True) == 0
+def test_images_in_memory_are_fetched_without_workers() -> None:
+    assert choose_num_workers(torch.zeros(1), cuda=True) == 0
 
 
-def test_processes_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = choose_num_workers(in_memory=False)
+@pytest.mark.parametrize(("images", "cuda"), [(FILES, False), (FILES, True), (STORED, True)])
+def test_processes_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, images: object, cuda: bool) -> None:
+    alone = choose_num_workers(images, cuda)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(os.cpu_count()))
-    assert 0 <= choose_num_workers(in_memory=False) <= 1 <= alone <= 8
+    assert 0 <= choose_num_workers(images, cuda) <= 1 <= alone <= 8
+
+
+def test_stored_images_are_fetched_without_workers_by_the_processor_that_trains() -> None:
+    assert choose_num_workers(STORED, cuda=False) == 0
+
+
+def test_notebook_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert choose_num_workers(FILES, cuda=True) == 0
+
+
+# Balance
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_balanced_training_draws_classes_equally_often(balanced: bool) -> None:
+    labels = np.repeat([0, 1], [900, 100])
+    rows = {"train": np.arange(1000), "val": np.arange(9), "test": np.arange(9)}
+    datamodule = adopted(ImageData(balanced=balanced, batch_size=100), torch.zeros(1000, 8, 8, 1), labels, rows)
+    share = sum(numbers(datamodule.train_dataloader())) / 1000
+    assert share == pytest.approx(0.5 if balanced else 0.1, abs=0.06)
+
+
+def test_balanced_order_depends_on_seed_and_epoch_alone(numbered: ImageData) -> None:
+    numbered.hparams["balanced"] = True
+    loader, again = numbered.train_dataloader(), numbered.train_dataloader()
+    first = numbers(loader)
+    loader.sampler.set_epoch(1)
+    assert (numbers(again) == first, numbers(loader) == first) == (True, False)
+
+
+def test_devices_share_a_balanced_order(numbered: ImageData, share: Callable[..., list[int]]) -> None:
+    numbered.hparams["balanced"] = True
+    alone = numbers(numbered.train_dataloader())
+    assert [share(numbered, "train", rank) for rank in (0, 1)] == [alone[::2], alone[1::2]]
+
+
+def test_rarest_label_of_a_sample_decides_how_often_it_is_drawn() -> None:
+    split = ImageSet(torch.zeros(4, 8, 8, 1), np.array([[1, 0], [1, 1], [0, 0], [1, 0]], np.uint8), np.arange(4), 8)
+    assert sample_weights(split, {"a": 3, "b": 1}).tolist() == pytest.approx([1 / 3, 1, 1 / 3, 1 / 3])
 
 
 # Augmentation
@@ -279,38 +330,13 @@ def test_training_images_are_augmented(digits: ImageData, record: Callable[..., 
 @pytest.mark.parametrize("name", ["val", "test"])
 def test_val_and_test_images_are_not_augmented(digits: ImageData, record: Callable[..., Recorder], name: str) -> None:
     split = digits.splits[name]
-    assert torch.equal(record(digits).images(name), split.images[split.rows])
+    assert torch.equal(record(digits).images(name), split.images[split.rows].permute(0, 3, 1, 2))
 
 
 def test_augmentation_differs_between_epochs(record: Callable[..., Recorder]) -> None:
     images = record(ImageData(batch_size=1297), epochs=2).images("train").flatten(1)
     first, second = (sorted(map(bytes, part.numpy())) for part in images.split(1297))
     assert first != second
-
-
-def test_each_sample_is_shifted_by_its_own_offset() -> None:
-    image = torch.arange(64, dtype=torch.uint8).view(1, 1, 8, 8)
-    shifted = augment(image.expand(200, -1, -1, -1), max_shift=1)
-    assert len(shifted.flatten(1).unique(dim=0)) == 9
-
-
-def test_shift_moves_an_image_along_both_axes_and_fills_with_zero() -> None:
-    images = torch.zeros(500, 2, 5, 5, dtype=torch.uint8)
-    images[:, :, 2, 2] = 9
-    places = {tuple(place) for place in (shift(images, 2)[:, 1] == 9).nonzero()[:, 1:].tolist()}
-    assert places == {(row, column) for row in range(5) for column in range(5)}
-
-
-def test_shift_keeps_an_image_as_it_is_but_for_its_place() -> None:
-    images = torch.zeros(50, 3, 8, 8, dtype=torch.uint8)
-    images[:, :, 2:6, 2:6] = torch.randint(1, 256, (50, 3, 4, 4), dtype=torch.uint8)
-    kept = [shifted[shifted > 0].tolist() for shifted in shift(images, 2)]
-    assert kept == [image[image > 0].tolist() for image in images]
-
-
-def test_shift_by_no_pixel_changes_nothing() -> None:
-    images = torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8)
-    assert torch.equal(shift(images, 0), images)
 
 
 # Prediction

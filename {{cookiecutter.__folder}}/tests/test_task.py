@@ -321,7 +321,7 @@ def test_checkpoint_holds_weights_in_float32_alone(trained: SimpleNamespace) -> 
 def test_network_of_other_classes_is_refused(trained: SimpleNamespace, digits: ImageData) -> None:
     task = ClassificationTask.load_from_checkpoint(trained.best, weights_only=True)
     digits.classes = ["cat", "dog"]
-    with pytest.raises(UserError, match=r"trained on classes .*, the data has classes \['cat', 'dog'\]"):
+    with pytest.raises(UserError, match=r"trained on .*, the data has multiclass classes \['cat', 'dog'\]"):
         task.adopt(digits)
 
 
@@ -368,3 +368,111 @@ def test_two_runs_on_a_gpu_with_one_seed_give_equal_weights(fit: Fit) -> None:
 def test_option_outside_its_range_is_refused(digits: ImageData, option: str, value: float) -> None:
     with pytest.raises(UserError, match=rf"model\.{option} is {value}, expected .* Change --model\.{option}"):
         ClassificationTask(**{option: value}).adopt(digits)
+
+
+# Several labels, weights of classes, mixed samples
+
+
+def make_several() -> ClassificationTask:
+    spec = {"name": "images", "shape": [1, 8, 8], "dtype": "uint8", "mean": [0.3], "std": [0.4]}
+    return ClassificationTask(width=4, task="multilabel", classes=["wet", "furry", "old"], input_spec=spec)
+
+
+def test_loss_of_several_labels_is_binary_cross_entropy_on_logits() -> None:
+    logits, targets = torch.randn(5, 3), torch.randint(0, 2, (5, 3)).float()
+    p = logits.sigmoid()
+    expected = -(targets * p.log() + (1 - targets) * (1 - p).log()).mean()
+    assert make_several().eval().loss(logits, targets).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_untrained_loss_of_several_labels_is_ln_2() -> None:
+    assert make_several().eval().loss(torch.zeros(5, 3), torch.zeros(5, 3)).item() == pytest.approx(math.log(2))
+
+
+def test_prediction_of_several_labels_gives_a_probability_for_each() -> None:
+    task = make_several().eval()
+    images = torch.randint(0, 256, (4, 1, 8, 8), dtype=torch.uint8)
+    assert torch.allclose(task.predict_step((images, torch.zeros(4)), 0), task(images).sigmoid())
+
+
+def test_metrics_of_several_labels_equal_a_plain_computation() -> None:
+    task = make_several().eval()
+    logits, targets = torch.randn(50, 3), torch.randint(0, 2, (50, 3)).float()
+    metrics = task.make_metrics("val")
+    for rows in (slice(0, 32), slice(32, 50)):
+        task.measure(metrics, logits[rows], targets[rows])
+    marks, hits = logits > 0, (logits > 0) & (targets == 1)
+    f1 = 2 * hits.sum(0) / (marks.sum(0) + targets.sum(0))
+    expected = {"val_acc": (marks == targets).float().mean(), "val_f1": f1.mean()}
+    expected["val_loss"] = task.loss(logits, targets)
+    assert {key: float(value) for key, value in metrics.compute().items()} == pytest.approx(
+        {key: float(value) for key, value in expected.items()}, rel=1e-5
+    )
+
+
+def weighted(task: ClassificationTask, choice: str | list[float]) -> ClassificationTask:
+    return ClassificationTask(**{**task.hparams, "class_weights": choice})
+
+
+def test_class_weights_scale_the_loss_of_their_class_in_training(task: ClassificationTask) -> None:
+    other = weighted(task, [3.0] + [1.0] * 9)
+    logits, targets = torch.randn(6, 10), torch.tensor([0, 1, 2, 3, 4, 5])
+    one, two = (F.cross_entropy(logits[rows], targets[rows]) for rows in (slice(0, 1), slice(1, 6)))
+    assert other.train().loss(logits, targets).item() == pytest.approx((3 * one + 5 * two).item() / 6, rel=1e-5)
+
+
+def test_class_weights_leave_the_validation_loss_as_it_is(task: ClassificationTask) -> None:
+    logits, targets = torch.randn(6, 10), torch.arange(6)
+    losses = {choice.eval().loss(logits, targets).item() for choice in (task, weighted(task, [3.0] + [1.0] * 9))}
+    assert len(losses) == 1
+
+
+def test_automatic_class_weights_are_those_of_the_data(task: ClassificationTask, digits: ImageData) -> None:
+    assert weighted(task, "auto").loss_weight.tolist() == pytest.approx(digits.balance)
+
+
+def test_class_weights_of_several_labels_weigh_the_samples_that_have_them() -> None:
+    task = ClassificationTask(**{**make_several().hparams, "class_weights": [5.0, 1.0, 1.0]})
+    targets = torch.tensor([[1.0, 0.0, 0.0]])
+    assert task.train().loss(torch.zeros(1, 3), targets).item() == pytest.approx((5 + 1 + 1) / 3 * math.log(2))
+
+
+@pytest.mark.parametrize("choice", ["balanced", [1.0], [1.0] * 9 + [0.0]])
+def test_class_weights_that_do_not_fit_are_refused(task: ClassificationTask, choice: str | list[float]) -> None:
+    with pytest.raises(UserError, match="model.class_weights is .*; expected auto, none or 10 numbers above 0"):
+        weighted(task, choice)
+
+
+def test_class_weights_are_no_part_of_the_weights_of_the_network(task: ClassificationTask) -> None:
+    assert weighted(task, "auto").state_dict().keys() == task.state_dict().keys()
+
+
+def test_mixed_targets_give_the_mixture_of_the_losses(task: ClassificationTask) -> None:
+    logits = torch.randn(1, 10)
+    shares = torch.zeros(1, 10)
+    shares[0, 2], shares[0, 7] = 0.3, 0.7
+    parts = [F.cross_entropy(logits, torch.tensor([label])) for label in (2, 7)]
+    assert task.loss(logits, shares).item() == pytest.approx((0.3 * parts[0] + 0.7 * parts[1]).item(), rel=1e-5)
+
+
+def test_accuracy_of_a_mixed_sample_is_that_of_its_larger_share(task: ClassificationTask) -> None:
+    metrics = task.make_metrics("train")
+    task.measure(metrics, torch.eye(10)[[7, 2]], torch.tensor([[0.0, 0, 0.3, 0, 0, 0, 0, 0.7, 0, 0]] * 2))
+    assert metrics.compute()["train_acc"] == 0.5
+
+
+@pytest.mark.parametrize("option", ["mixup", "cutmix"])
+def test_training_with_mixed_samples_gets_soft_targets(option: str, make_trainer: Callable[..., L.Trainer]) -> None:
+    seen: list[Tensor] = []
+
+    class Keep(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+            seen.append(batch[1])
+
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
+            seen.append(batch[1])
+
+    trainer = make_trainer(max_epochs=1, num_sanity_val_steps=0, callbacks=[Keep()])
+    trainer.fit(ClassificationTask(width=1), datamodule=ImageData(batch_size=256, **{option: 1.0}))
+    assert (seen[0].shape, seen[0].dtype, seen[-1].dtype) == ((256, 10), torch.float32, torch.int64)
+    assert float((seen[0].amax(dim=1) < 1).float().mean()) > 0.5

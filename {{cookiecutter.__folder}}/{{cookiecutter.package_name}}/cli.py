@@ -164,7 +164,7 @@ class CLI(LightningCLI):
         batches: Any = self.trainer.predict(model, datamodule=datamodule, **kwargs)
         name = f"predictions-{Path(datamodule.hparams['predict_dir']).resolve().name}.csv"
         path = runs.run_folder(kwargs["ckpt_path"]) / name
-        runs.write_predictions(path, datamodule.predict_files, model.hparams["classes"], torch.cat(batches))
+        runs.write_predictions(path, datamodule.predict_files, model, torch.cat(batches))
         print(f"{len(datamodule.predict_files)} images classified: {os.path.relpath(path)}")
 
 
@@ -177,6 +177,7 @@ def quiet() -> None:
         ".*isinstance.treespec, LeafSpec.*",  # Lightning's own use of torch
         ".*It is recommended to use .self.log.*sync_dist=True.*",  # torchmetrics has synchronised it already
         ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its folder
+        "Image size .* exceeds limit.*",  # such a file is refused, by name
         ".*callbacks used to create the checkpoint need to be provided.*",  # only to train on, not to measure or export
     ):
         warnings.filterwarnings("ignore", message)

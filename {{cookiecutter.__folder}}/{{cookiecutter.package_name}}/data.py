@@ -1,8 +1,5 @@
-"""The data module: how samples are split, batched and augmented, and the hashes that name them."""
+"""The data module: which samples a run gets, how they are batched and augmented, and the hashes that name them."""
 
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,69 +7,57 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_convert
-from torchvision.transforms.v2 import functional as transforms
+from torch.nn import functional as F
+from torch.utils.data import Sampler, default_convert
 
-from . import ROOT, UserError, refuse_outside
-from .augment import augment
-from .images import RULE, channel_statistics, combine_hashes, file_hashes, list_images, load_images
-from .sources import TORCHVISION_SETS, Source, cut, digits, image_folder, torchvision_set
+from . import ROOT, DataFaults, UserError, refuse_outside
+from .augment import augment, choose, mix
+from .images import RULE, channel_statistics, combine_hashes, list_images
+from .listing import SPLITS
+from .loader import Batch, ImageSet, LazyLoader, choose_num_workers, sample_weights, training_order
+from .scan import scan
+from .sources import Source, load
+from .splits import split
 
-Batch = tuple[Tensor, Tensor]
-
-RANGES = {"batch_size": (1, 2**20), "image_size": (8, 2**12), "num_workers": (0, 2**10), "max_shift": (0, 2**12)}
-
-
-class TensorSet(Dataset[Batch]):
-    """Some rows of a data set, fetched a whole batch at a time: one indexing operation instead of B Python calls."""
-
-    def __init__(self, images: Tensor, labels: np.ndarray, rows: np.ndarray) -> None:
-        self.images, self.labels, self.rows = images, torch.from_numpy(labels), torch.from_numpy(rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        """Images (B, C, H, W) uint8 and labels (B,) int64."""
-        rows = self.rows[indices]
-        return self.images[rows], self.labels[rows]
-
-
-class LazyLoader(DataLoader[Batch]):
-    """Starts at its first batch. Lightning asks for the iterator before it sets or restores the epoch, and the workers
-    of a plain loader would then prefetch the order of epoch 0 (Lightning-AI/pytorch-lightning#21938)."""
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        yield from super().__iter__()
-
-
-def choose_num_workers(in_memory: bool) -> int:
-    """Worker processes of a loader: none where indexing memory is all they would do, or in a notebook, where they hang
-    or lose their output; else up to 8, and never more than the cores that each local process may use."""
-    if in_memory or "ipykernel" in sys.modules:
-        return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+RANGES: dict[str, tuple[float, float]] = {
+    "batch_size": (1, 2**20),
+    "image_size": (8, 2**12),
+    "num_workers": (0, 2**10),
+    "max_shift": (0, 2**12),
+}
+RANGES |= {"min_area": (0.01, 1), "color_jitter": (0, 1), "erasing": (0, 1), "mixup": (0, 1e3), "cutmix": (0, 1e3)}
+STATISTICS_OF = 4096  # training images, evenly spaced; their mean is known to 1/64 of a deviation
 
 
 class ImageData(L.LightningDataModule):
-    """Yields batches of raw images (B, C, H, W) uint8 and labels (B,) int64. Every argument is an option.
+    """Yields batches of raw images (B, C, H, W) uint8 and targets: (B,) int64 class indices, or (B, K) float32 where a
+    sample can have several labels, or where training mixes samples. Every argument is an option.
 
     Args:
-        source: `digits`, `mnist`, `fashion_mnist`, `cifar10`, `cifar100`, or the path of a folder with one sub-folder
-            for each class (or `train/`, `val/`, `test/` holding these).
+        source: `digits`, `mnist`, `fashion_mnist`, `cifar10`, `cifar100`; or the path of a folder with one sub-folder
+            for each class (or `train/`, `val/`, `test/` holding these); or the path of a CSV of files and labels.
         batch_size: Samples in each batch of each device; a multiple of 8 keeps tensor cores busy.
-        image_size: Height and width in pixels; by default the source's own, and 64 for a folder.
-        color: Whether images of a folder are read with three channels (RGB) rather than one (gray).
+        image_size: Height and width in pixels; by default the source's own, and 64 for files.
+        color: Whether files are read with three channels (RGB) rather than one (gray).
+        on_bad_file: `stop` before training if a file can't be used, or `skip` such files and list them with the run.
+        group: Regular expression that finds a file's group (a patient, a video) in its path; groups are never parted.
         val_fraction: Share of the training images that becomes the validation split, where the source has none.
         test_fraction: The same for the test split.
         split_seed: Seed of these splits. Apart from `seed`, so that runs with several seeds stay comparable.
-        max_shift: Augmentation of training images: random translation by up to this many pixels.
+        balanced: Whether training draws all classes equally often, with replacement.
+        flip: Augmentation: mirror half of the training images. This and what follows is by default what suits the
+            source; see augment.py.
+        max_shift: Augmentation: random translation by up to this many pixels.
+        min_area: Augmentation: a random crop of at least this share of the image, resized; 1 for none.
+        color_jitter: Augmentation: largest change of brightness, contrast and saturation, as a share.
+        erasing: Augmentation: probability that a random box of an image is erased.
+        mixup: Augmentation: parameter of mixup's Beta distribution; 0 for none.
+        cutmix: Augmentation: parameter of cutmix's Beta distribution; 0 for none.
         num_workers: Processes of each loader; by default chosen from the machine and the source.
         seed: Seed of the order of training samples. Set it with --seed_everything.
         data_dir: Where data sets are downloaded to; relative to the project.
-        cache_dir: Where decoded images and file hashes are kept; relative to the project.
+        cache_dir: Where decoded images are kept; relative to the project.
+        cache_gb: If all images would take more GiB, none are kept, and the loader's workers decode at each use.
         predict_dir: Folder of images for `predict`.
     """
 
@@ -82,111 +67,128 @@ class ImageData(L.LightningDataModule):
         batch_size: int = 64,
         image_size: int | None = None,
         color: bool = True,
+        on_bad_file: str = "stop",
+        group: str | None = None,
         val_fraction: float = 0.15,
         test_fraction: float = 0.15,
         split_seed: int = 42,
-        max_shift: int = 1,
+        balanced: bool = False,
+        flip: bool | None = None,
+        max_shift: int | None = None,
+        min_area: float | None = None,
+        color_jitter: float | None = None,
+        erasing: float | None = None,
+        mixup: float | None = None,
+        cutmix: float | None = None,
         num_workers: int | None = None,
         seed: int = 42,
         data_dir: str = "data",
         cache_dir: str = ".cache",
+        cache_gb: float = 50.0,
         predict_dir: str | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.task = "multiclass"
-        self.splits: dict[str, TensorSet] = {}
+        self.splits: dict[str, ImageSet] = {}
+        self.documents: dict[str, bytes] = {}  # files that are kept with the run, by name
+        self.faults: list[str] = []
         self.predict_files: list[Path] = []
 
-    def load_source(self) -> Source:
-        """The whole data set that `source` names.
+    def setup(self, stage: str) -> None:
+        """Load and split, once; for `predict`, read the folder as the checkpoint's network expects it.
 
         Raises:
-            UserError: There is no such folder or data set.
+            DataFaults: Something about the data must be put right; all of it, after everything else is set up.
         """
-        name, size, cache_dir = self.hparams["source"], self.hparams["image_size"], ROOT / self.hparams["cache_dir"]
-        if name == "digits":
-            source = digits()
-        elif name in TORCHVISION_SETS:
-            source = torchvision_set(name, ROOT / self.hparams["data_dir"])
-        elif Path(name).expanduser().is_dir():
-            mode = "RGB" if self.hparams["color"] else "L"
-            return image_folder(Path(name).expanduser(), mode, size or 64, cache_dir)
-        else:
-            known = ", ".join(["digits", *TORCHVISION_SETS])
-            raise UserError(f"data.source is {name!r}; expected a folder that exists, or one of: {known}.")
-        if size and size != source.images.shape[-1]:
-            source.images = transforms.resize(source.images, [size, size], antialias=True)
-        return source
-
-    def setup(self, stage: str) -> None:
-        """Load and split, once; for `predict`, read the folder as the checkpoint's network expects it."""
         if stage == "predict":
             self.setup_predict()
         elif not self.splits:
             refuse_outside("data", self.hparams, RANGES)
-            source = self.load_source()
-            for name in ("test", "val"):
-                if name not in source.splits:
-                    cut(source, name, self.hparams[f"{name}_fraction"], self.hparams["split_seed"])
+            if self.hparams["on_bad_file"] not in ("stop", "skip"):
+                raise UserError(f"data.on_bad_file is {self.hparams['on_bad_file']!r}, expected stop or skip.")
+            self.augmentation = choose(self.hparams["source"], self.hparams)
+            source = load(self.hparams, cropped=self.augmentation["min_area"] < 1)
+            fractions = {"test": self.hparams["test_fraction"], "val": self.hparams["val_fraction"]}
+            split(source, fractions, self.hparams["split_seed"])
             self.adopt(source)
+        if stage != "predict" and self.faults:
+            raise DataFaults(self.faults)
 
     def adopt(self, source: Source) -> None:
         """Note what the network, the checkpoint and the contract have to know of the data."""
-        names = ("train", "val", "test")
-        self.classes = source.classes
-        self.splits = {name: TensorSet(source.images, source.labels, source.splits[name]) for name in names}
-        rows = [f"{name} {source.splits[name].tolist()}" for name in names]
+        self.classes, self.class_counts = source.classes, source.counts(source.splits["train"])
+        self.balance = source.balance(source.splits["train"])
+        self.task = "multilabel" if source.labels.ndim == 2 else "multiclass"
+        sizes = {"train": None if self.augmentation["min_area"] < 1 else source.size}  # else cropped at random
+        self.splits = {
+            name: ImageSet(source.images, source.labels, source.splits[name], sizes.get(name, source.size))
+            for name in SPLITS
+        }
+        rows = [f"{name} {source.splits[name].tolist()}" for name in SPLITS]
         self.fingerprint = {"data_hash": source.data_hash, "split_hash": combine_hashes([source.data_hash, *rows])}
-        channels, size = source.images.shape[1], source.images.shape[-1]
-        mean, std = channel_statistics(source.images, self.splits["train"].rows)
+        self.documents = {"split.csv": source.split_table()}
+        left_out = [f"{name}: {reason}" for name, reason in source.left_out.items()]
+        self.faults, self.report = source.faults, source.report
+        if self.hparams["on_bad_file"] == "stop":
+            self.faults = left_out + source.faults
+        elif left_out:
+            self.report = source.report + [f"left out {line}" for line in left_out]
+            self.documents["left_out.txt"] = "\n".join(left_out).encode()
+            self.fingerprint["left_out_hash"] = combine_hashes(left_out)
+        stored, channels, train = source.images.shape[1], source.images.shape[3], self.splits["train"]
+        some = np.linspace(0, len(train) - 1, min(len(train), STATISTICS_OF)).round().astype(int).tolist()
+        mean, std = channel_statistics(train.__getitems__(some)[0])
         self.input_spec: dict[str, Any] = {
             "name": "images",
-            "shape": list(source.images.shape[1:]),
+            "shape": [channels, source.size, source.size],
             "dtype": "uint8",
             "mean": mean,
             "std": std,
-            "preprocessing": RULE.format(mode="RGB" if channels == 3 else "L", size=size),
+            "preprocessing": RULE.format(mode="RGB" if channels == 3 else "L", stored=stored, size=source.size),
+            "stored_size": stored,
         }
 
     def setup_predict(self) -> None:
-        """Read `predict_dir` into the split `predict`, whose labels are positions in `predict_files`."""
+        """Read `predict_dir` into the split `predict`, whose labels are positions in `predict_files`.
+
+        Raises:
+            UserError: There is no image, or one can't be used; names all of these.
+        """
         folder, cache_dir = Path(self.hparams["predict_dir"] or "").expanduser(), ROOT / self.hparams["cache_dir"]
         self.predict_files = list_images(folder) if self.hparams["predict_dir"] and folder.is_dir() else []
         if not self.predict_files:
             raise UserError(f"predict needs a folder with images, found none in {self.hparams['predict_dir']!r}.")
-        channels, size, _ = self.trainer.lightning_module.hparams["input_spec"]["shape"]
-        contents = combine_hashes(file_hashes(self.predict_files, cache_dir))
-        images = load_images(self.predict_files, "RGB" if channels == 3 else "L", size, contents, cache_dir)
+        spec = self.trainer.lightning_module.hparams["input_spec"]
+        channels, size, _ = spec["shape"]
+        mode, cache_gb = "RGB" if channels == 3 else "L", self.hparams["cache_gb"]
+        found = scan(self.predict_files, mode, spec["stored_size"], cache_dir, cache_gb)
+        if faults := [f"{self.predict_files[row]}: {reason}" for row, reason in found.faults.items()]:
+            raise DataFaults(faults)
         rows = np.arange(len(self.predict_files))
-        self.splits["predict"] = TensorSet(images, rows, rows)
+        self.splits["predict"] = ImageSet(found.images, rows, rows, size)
 
     def loader(self, name: str) -> LazyLoader:
         """Batches of one split; of this process's share of it where several devices work together."""
-        split, batch_size, seed = self.splits[name], self.hparams["batch_size"], self.hparams["seed"]
+        split, seed = self.splits[name], self.hparams["seed"]
         world_size, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
-        training = name == "train"
-        if training and len(split) // world_size < batch_size:
-            raise UserError(
-                f"{len(split)} training images for {world_size} device(s) are fewer than a batch of {batch_size} for "
-                "each. Add images, or set --data.batch_size lower."
-            )
-        sampler: Sampler[int] | range = (
-            DistributedSampler(split, world_size, rank, shuffle=True, seed=seed, drop_last=True)
-            if training  # the order is a function of seed and epoch, on one device too
-            else range(rank, len(split), world_size)  # every sample once: without padding, metrics are exact
-        )
+        sampler: Sampler[int] | range = range(
+            rank, len(split), world_size
+        )  # without padding, so that metrics are exact
+        if name == "train":
+            weights = sample_weights(split, self.class_counts) if self.hparams["balanced"] else None
+            sampler = training_order(split, self.hparams["batch_size"], world_size, rank, seed, weights)
+        cuda = bool(self.trainer) and isinstance(self.trainer.accelerator, CUDAAccelerator)
         num_workers = self.hparams["num_workers"]
         if num_workers is None:
-            num_workers = choose_num_workers(in_memory=self.hparams["source"] in ("digits", *TORCHVISION_SETS))
+            num_workers = choose_num_workers(split.images, cuda)
         return LazyLoader(
             split,
-            batch_size=batch_size,
+            batch_size=self.hparams["batch_size"],
             sampler=sampler,
             num_workers=num_workers,
             collate_fn=default_convert,  # batches are fetched whole
-            drop_last=training,  # a last batch of a few samples would disturb the statistics of batch norm
-            pin_memory=bool(self.trainer) and isinstance(self.trainer.accelerator, CUDAAccelerator),
+            drop_last=name == "train",  # a last batch of a few samples would disturb the statistics of batch norm
+            pin_memory=cuda,
             generator=torch.Generator().manual_seed(seed),  # seeds the workers
             persistent_workers=num_workers > 0,
             prefetch_factor=4 if num_workers > 0 else None,
@@ -204,8 +206,14 @@ class ImageData(L.LightningDataModule):
     def predict_dataloader(self) -> LazyLoader:
         return self.loader("predict")
 
+    def augment(self, batch: Batch) -> Batch:
+        """A training batch as the network sees it."""
+        images, targets = batch
+        images = augment(images, self.input_spec["shape"][-1], self.augmentation)
+        if self.augmentation["mixup"] or self.augmentation["cutmix"]:
+            shares = targets if targets.ndim == 2 else F.one_hot(targets, len(self.classes)).float()
+            return mix(images, shares, self.augmentation)
+        return images, targets
+
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        images, labels = batch
-        if self.trainer and self.trainer.training:
-            images = augment(images, self.hparams["max_shift"])
-        return images, labels
+        return self.augment(batch) if self.trainer and self.trainer.training else batch

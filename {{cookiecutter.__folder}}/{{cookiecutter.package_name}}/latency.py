@@ -25,7 +25,9 @@ def peak_memory_mb() -> float:
 
 
 def measure(path: str, batch_size: int, num_threads: int, seconds: float) -> dict[str, float]:
-    """Run the model on random inputs for some seconds, at least 30 times, after 5 runs that do not count."""
+    """Run the model on random inputs for some seconds, at least 30 times, after 5 runs that do not count; for 0 seconds
+    once, to see that it runs."""
+    unmeasured, least = (5, 30) if seconds else (0, 1)
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -33,11 +35,11 @@ def measure(path: str, batch_size: int, num_threads: int, seconds: float) -> dic
     dtype = np.uint8 if spec.type == "tensor(uint8)" else np.float32
     inputs = np.random.default_rng(0).integers(0, 256, (batch_size, *spec.shape[1:])).astype(dtype)
     ends = [time.perf_counter()]
-    while len(ends) < 36 or ends[-1] < ends[0] + seconds:
+    while len(ends) <= unmeasured + least or ends[-1] < ends[0] + seconds:
         session.run(None, {spec.name: inputs})
         ends.append(time.perf_counter())
-    p50, p99 = np.percentile(np.diff(ends)[5:], [50, 99]) * 1000
-    size = {"batch_size": batch_size, "num_threads": num_threads, "repeats": len(ends) - 6}
+    p50, p99 = np.percentile(np.diff(ends)[unmeasured:], [50, 99]) * 1000
+    size = {"batch_size": batch_size, "num_threads": num_threads, "repeats": len(ends) - 1 - unmeasured}
     return {**size, "p50_ms": round(p50, 4), "p99_ms": round(p99, 4), "peak_memory_mb": round(peak_memory_mb(), 1)}
 
 

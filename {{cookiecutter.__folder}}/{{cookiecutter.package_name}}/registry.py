@@ -53,6 +53,7 @@ class Registry(Callback):
         if isinstance(trainer.logger, MLflowRun):
             classes = json.dumps(pl_module.hparams["classes"], ensure_ascii=False)
             trainer.logger.log_tags({**run_facts(), **pl_module.hparams["fingerprint"], "classes": classes})
+            trainer.logger.log_documents(trainer.datamodule.documents)
 
     def run(self, run: MLflowRun, checkpoint: Path, metrics: dict[str, float]) -> str:
         """Register the export that lies beside a checkpoint, in the MLflow run that made it; doing it again finds the

@@ -77,6 +77,8 @@ class RunFolder(SaveConfigCallback):
         if isinstance(trainer.logger, MLflowRun):
             trainer.logger.use_folder(folder)
         if trainer.is_global_zero:
+            for name, content in trainer.datamodule.documents.items():
+                replace_file(folder / name, content)
             name = "recipe-resumed.yaml" if (folder / "recipe.yaml").exists() else "recipe.yaml"
             self.parser.save(self.config, str(folder / name), skip_unset=False, overwrite=True)
 
@@ -123,13 +125,19 @@ def evaluate(
     return metrics
 
 
-def write_predictions(path: Path, files: list[Path], classes: list[str], probabilities: torch.Tensor) -> None:
-    """A CSV with file, class and probability, one row for each image; probabilities are (N, K)."""
+def write_predictions(path: Path, files: list[Path], model: LightningModule, probabilities: torch.Tensor) -> None:
+    """A CSV with one row for each image: file, class and probability, or for multi-label the labels of at least 0.5
+    between semicolons and the probability of each. `probabilities` are (N, K)."""
+    classes, several = model.hparams["classes"], model.hparams["task"] == "multilabel"
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["file", "class", "probability"])
-        for image, (probability, index) in zip(files, zip(*probabilities.max(dim=1), strict=True), strict=True):
-            writer.writerow([image.as_posix(), classes[index], f"{probability:.6f}"])
+        writer.writerow(["file", "labels", *classes] if several else ["file", "class", "probability"])
+        for image, row in zip(files, probabilities.tolist(), strict=True):
+            if several:
+                names = [name for name, value in zip(classes, row, strict=True) if value >= 0.5]
+                writer.writerow([image.as_posix(), ";".join(names), *(f"{value:.6f}" for value in row)])
+            else:
+                writer.writerow([image.as_posix(), classes[row.index(max(row))], f"{max(row):.6f}"])
 
 
 def summary(best: Path, metrics: dict[str, float], seconds: float, leaves: list[str]) -> str:

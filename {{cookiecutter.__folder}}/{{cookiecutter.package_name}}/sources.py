@@ -1,45 +1,101 @@
-"""Where samples come from: data sets that ship or download, and folders of your own. Add yours here."""
+"""Where samples come from: data sets that ship or download, folders and CSV files of your own. Add yours here."""
 
+import csv
 import hashlib
-from dataclasses import dataclass
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torchvision
 from filelock import FileLock
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor
+from torchvision.transforms.v2 import functional as transforms
 
-from . import UserError
-from .images import combine_hashes, file_hashes, list_images, load_images
+from . import ROOT, UserError
+from .images import combine_hashes
+from .listing import SPLITS, find_groups, list_csv, list_folder
+from .scan import scan
 
 TORCHVISION_SETS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 
 
 @dataclass
 class Source:
-    """All samples of a data set: images (N, C, H, W) uint8, labels (N,) int64, names of the classes, a hash of all of
-    that, and the rows of each split that the data set itself defines: `train` always, `val` and `test` perhaps."""
+    """All samples of a data set.
 
-    images: Tensor
+    Args:
+        images: Indexed like a tensor of (N, H, W, C) uint8.
+        labels: (N,) int64 class indices, or, where a sample can have several labels, (N, K) uint8 of 0 and 1.
+        classes: Names of the K classes.
+        size: Height and width in pixels that the network gets, of images that may be stored larger.
+        data_hash: Covers contents, labels and names.
+        splits: Samples of each split that the data set itself defines: `train` always, `val` and `test` perhaps.
+        names: What a sample is called in reports.
+        pixel_keys: Equal for samples with equal pixels.
+        dhashes: (N,) uint64, in few bits different for pictures that look alike; none where that is not looked for.
+        groups: The group of each sample, where groups must not be parted.
+        left_out: Files that are not among the samples, and why.
+        report: Lines that `check` prints.
+        faults: What must be put right before training.
+    """
+
+    images: Any
     labels: np.ndarray
     classes: list[str]
+    size: int
     data_hash: str
     splits: dict[str, np.ndarray]
+    names: list[str]
+    pixel_keys: list[str]
+    dhashes: np.ndarray | None = None
+    groups: list[str] | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+    report: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def counts(self, rows: np.ndarray) -> dict[str, int]:
+        """How many of some samples have each label, by class name."""
+        labels = self.labels[rows]
+        counts = labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=len(self.classes))
+        return dict(zip(self.classes, counts.tolist(), strict=False))
+
+    def balance(self, rows: np.ndarray) -> list[float]:
+        """Weights that make all classes count alike: for multi-label, samples without a label over those with it."""
+        counts = np.array(list(self.counts(rows).values()), dtype=np.float64).clip(min=1)
+        several = self.labels.ndim == 2
+        weights = (len(rows) - counts).clip(min=1) / counts if several else len(rows) / (len(counts) * counts)
+        return [float(weight) for weight in weights]
+
+    def split_table(self) -> bytes:
+        """A CSV that says of each sample which split it is in, with which labels."""
+        table = io.StringIO()
+        writer = csv.writer(table, lineterminator="\n")
+        writer.writerow(["sample", "split", "labels"])
+        for name, rows in self.splits.items():
+            for row in rows.tolist():
+                marks = np.flatnonzero(self.labels[row]) if self.labels.ndim == 2 else [self.labels[row]]
+                writer.writerow([self.names[row], name, ";".join(self.classes[mark] for mark in marks)])
+        return table.getvalue().encode()
 
 
 def tensor_source(images: Tensor, labels: np.ndarray, classes: list[str], splits: dict[str, np.ndarray]) -> Source:
-    """A data set that lies in memory; its hash covers every byte of images, labels and class names."""
+    """A data set that lies in memory, (N, H, W, C) uint8; its hash covers every byte."""
     contents = [hashlib.sha256(np.ascontiguousarray(array).data).hexdigest() for array in (images.numpy(), labels)]
-    return Source(images, labels, classes, combine_hashes([str(tuple(images.shape)), *contents, *classes]), splits)
+    data_hash = combine_hashes([str(tuple(images.shape)), *contents, *classes])
+    keys = [hashlib.sha256(image.data).hexdigest() for image in np.ascontiguousarray(images.numpy())]
+    names = [f"sample {row}" for row in range(len(keys))]
+    return Source(images, labels, classes, images.shape[1], data_hash, splits, names, keys)
 
 
 def digits() -> Source:
     """1,797 real handwritten digits of 8x8 pixels, shipped with scikit-learn: works without a network."""
     bunch = load_digits()
-    images = torch.from_numpy((bunch.images * (255 / 16)).round().astype(np.uint8)).unsqueeze(1)  # 0 to 16 in the file
+    images = torch.from_numpy((bunch.images * (255 / 16)).round().astype(np.uint8)).unsqueeze(3)  # 0 to 16 in the file
     labels = bunch.target.astype(np.int64)
     return tensor_source(images, labels, [str(name) for name in bunch.target_names], {"train": np.arange(len(labels))})
 
@@ -61,71 +117,93 @@ def torchvision_set(name: str, data_dir: Path) -> Source:
             "to the network once, copy the data set there, or use --data.source digits."
         ) from error
     images = torch.cat([torch.as_tensor(part.data) for part in parts])
-    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+    images = images.unsqueeze(3) if images.ndim == 3 else images
     labels = np.concatenate([np.asarray(part.targets, dtype=np.int64) for part in parts])
     train, test = np.split(np.arange(len(labels)), [len(parts[0])])
     return tensor_source(images, labels, list(parts[0].classes), {"train": train, "test": test})
 
 
-def class_folders(root: Path) -> list[str]:
-    """Names of the sub-folders, in order."""
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def image_folder(folder: Path, mode: str, size: int, cache_dir: Path) -> Source:
-    """Own images: one sub-folder for each class, either directly or below `train/`, `val/` and `test/`.
+def file_source(
+    path: Path, mode: str, size: int, stored: int, group: str | None, cache_dir: Path, cache_gb: float
+) -> Source:
+    """Own images, listed by a folder or a CSV; whatever is wrong with them is collected, so that all of it can be said
+    at once.
 
     Raises:
-        UserError: Fewer than two classes, a class without training images, or one that only `val/` or `test/` has.
+        UserError: There is nothing to train on, or the files can't even be listed.
     """
-    names = [name for name in ("train", "val", "test") if (folder / name).is_dir()]
-    other = [name for name in class_folders(folder) if name not in names]
-    if names and (other or "train" not in names):
+    listing = list_csv(path) if path.is_file() else list_folder(path)
+    if group:
+        listing.groups = find_groups(listing, group)
+    if not listing.files or not {"", "train"} & set(listing.splits):
         raise UserError(
-            f"{folder} has {names} and beside them {other}: expected one sub-folder for each class, or train/ and, if "
-            "you like, val/ and test/, each with the classes inside."
+            f"{path} holds no training image: expected one sub-folder for each class, or a CSV that names files."
         )
-    roots = {name: folder / name for name in names} or {"train": folder}
-    classes = class_folders(roots["train"])
-    if len(classes) < 2:
-        folders = f"{roots['train']} has {len(classes)} sub-folders"
-        raise UserError(f"{folders}, expected one for each of at least 2 classes.")
-    files: list[Path] = []
-    labels: list[int] = []
-    splits: dict[str, np.ndarray] = {}
-    for name, root in roots.items():
-        if unknown := [item for item in class_folders(root) if item not in classes]:
-            raise UserError(f"{root} has the classes {unknown}, which {roots['train']} lacks. Rename or remove them.")
-        start = len(files)
-        for label, class_name in enumerate(classes):
-            found = list_images(root / class_name)
-            if name == "train" and not found:
-                raise UserError(f"{root / class_name} holds no image. Add some, or remove the folder.")
-            files += found
-            labels += [label] * len(found)
-        if start == len(files):
-            raise UserError(f"{root} holds no image. Add some, or remove the folder to have the split cut from train.")
-        splits[name] = np.arange(start, len(files))
-    contents = combine_hashes(file_hashes(files, cache_dir))
-    data_hash = combine_hashes([contents, *(path.relative_to(folder).as_posix() for path in files)])
-    images = load_images(files, mode, size, contents, cache_dir)
-    return Source(images, np.array(labels, dtype=np.int64), classes, data_hash, splits)
+    found = scan(listing.files, mode, stored, cache_dir, cache_gb)
+    all_names = [file.relative_to(listing.root).as_posix() for file in listing.files]
+    left_out = {all_names[row]: reason for row, reason in found.faults.items()}
+    kept, splits = found.kept.tolist(), np.array(listing.splits)[found.kept]
+    names, marks = [all_names[row] for row in kept], [listing.labels[row] for row in kept]
+    report = [f"{len(all_names):,} files, {len(names):,} usable"]
+    report += [f"{count:,} {note}" for note, count in found.notes.most_common()]
+    faults = []
+    for name in dict.fromkeys(listing.splits):
+        seen = {
+            mark for marks, split in zip(listing.labels, listing.splits, strict=True) if split == name for mark in marks
+        }
+        if unknown := sorted(seen - set(listing.classes)):
+            faults.append(
+                f"{name} has the classes {unknown}, which train lacks. Rename or remove them, or add to train."
+            )
+    if len(listing.classes) < 2:
+        faults.append(f"{path} has {len(listing.classes)} classes in train, expected at least 2.")
+    if listing.ignored:
+        report.append(f"{len(listing.ignored):,} other files ignored, the first is {listing.ignored[0].name}")
+    labels = np.array([[name in mark for name in listing.classes] for mark in marks], dtype=np.uint8)
+    if not listing.multilabel:
+        labels = labels.argmax(axis=1)
+    rows = [f"{name}\0{mark}" for name, mark in zip(names, marks, strict=True)]
+    return Source(
+        found.images,
+        labels,
+        listing.classes,
+        size,
+        data_hash=combine_hashes([*found.hashes, *rows, *listing.classes]),
+        splits={name: np.flatnonzero(splits == name) for name in SPLITS if name in listing.splits}
+        or {"train": np.arange(len(kept))},
+        names=names,
+        pixel_keys=found.pixel_keys,
+        dhashes=found.dhashes,
+        groups=[listing.groups[row] for row in kept] if listing.groups else None,
+        left_out=left_out,
+        report=report,
+        faults=faults,
+    )
 
 
-def cut(source: Source, name: str, fraction: float, seed: int) -> None:
-    """Move a stratified share of the training split into the split `name`.
+def load(options: Mapping[str, Any], cropped: bool) -> Source:
+    """The whole data set that the data module's options name.
+
+    Args:
+        options: Those of the data module.
+        cropped: Whether training crops at random; files are then stored larger, so that crops stay sharp.
 
     Raises:
-        UserError: A class has too few images to be in both.
+        UserError: There is no such folder, file or data set.
     """
-    train = source.splits["train"]
-    labels = source.labels[train]
-    try:
-        keep, taken = train_test_split(train, test_size=fraction, stratify=labels, random_state=seed)
-    except ValueError as error:
-        counts = dict(zip(source.classes, np.bincount(labels).tolist(), strict=False))
-        raise UserError(
-            f"No {name} split of {fraction:.0%} can be cut from {counts} training images: {error} Add images, take the "
-            f"rarest class out, or change --data.{name}_fraction."
-        ) from error
-    source.splits |= {"train": np.sort(keep), name: np.sort(taken)}
+    name, size = options["source"], options["image_size"]
+    if (path := Path(name).expanduser()).exists() and name not in ("digits", *TORCHVISION_SETS):
+        size = size or 64
+        mode, stored = "RGB" if options["color"] else "L", round(size * 8 / 7) if cropped else size
+        return file_source(path, mode, size, stored, options["group"], ROOT / options["cache_dir"], options["cache_gb"])
+    if name == "digits":
+        source = digits()
+    elif name in TORCHVISION_SETS:
+        source = torchvision_set(name, ROOT / options["data_dir"])
+    else:
+        known = ", ".join(["digits", *TORCHVISION_SETS])
+        raise UserError(f"data.source is {name!r}; expected a folder or a CSV that exists, or one of: {known}.")
+    if size and size != source.size:
+        images = transforms.resize(source.images.permute(0, 3, 1, 2), [size, size], antialias=True)
+        source.images, source.size = images.permute(0, 2, 3, 1), size
+    return source

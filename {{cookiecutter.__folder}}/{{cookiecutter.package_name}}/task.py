@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MultilabelAccuracy, MultilabelF1Score
 
 from . import UserError, refuse_outside
 from .model import Network, parameter_groups
@@ -35,7 +35,8 @@ def warmup_cosine(step: int, total_steps: int, warmup_fraction: float) -> float:
 
 
 class ClassificationTask(LightningModule):
-    """Trains a network to tell K classes apart. Every argument is an option, and lies in the checkpoint.
+    """Trains a network to tell K classes apart, or, for multi-label data, to say of each of K labels whether it holds.
+    Every argument is an option, and lies in the checkpoint.
 
     Args:
         width: Channels of the network's first block.
@@ -44,8 +45,12 @@ class ClassificationTask(LightningModule):
         weight_decay: Decay of kernels and matrices; biases and norm layers have none.
         warmup_fraction: Share of all optimizer steps in which the learning rate rises to its peak.
         label_smoothing: Share of each target that is spread over all classes, in training.
+        class_weights: Weights of the classes in the training loss: `none`; `auto`, so that all classes count alike; or
+            a list of K numbers. For multi-label they weigh the samples that have the label.
+        task: `multiclass` or `multilabel`. Taken from the data; leave it out.
         classes: Class names, in the order of the logits. Taken from the data; leave it out.
         input_spec: Shape, dtype and statistics of the inputs. Taken from the data; leave it out.
+        balance: The K weights of `auto`. Taken from the data; leave it out.
         fingerprint: Hashes of the data set and of its split. Taken from the data; leave it out.
     """
 
@@ -57,8 +62,11 @@ class ClassificationTask(LightningModule):
         weight_decay: float = 0.01,
         warmup_fraction: float = 0.1,
         label_smoothing: float = 0.0,
+        class_weights: str | list[float] = "none",
+        task: str | None = None,
         classes: list[str] | None = None,
         input_spec: dict[str, Any] | None = None,
+        balance: list[float] | None = None,
         fingerprint: dict[str, str] | None = None,
     ) -> None:
         super().__init__()
@@ -72,9 +80,25 @@ class ClassificationTask(LightningModule):
         self.network = Network(
             self.hparams["input_spec"], len(self.hparams["classes"]), self.hparams["width"], self.hparams["dropout"]
         )
+        self.loss_weight: Tensor | None
+        self.register_buffer("loss_weight", self.choose_weights(), persistent=False)
         self.train_metrics = self.make_metrics("train")
         self.val_metrics = self.make_metrics("val")
         self.test_metrics = self.make_metrics("test")
+
+    def choose_weights(self) -> Tensor | None:
+        """(K,) float32 weights of the classes in the training loss, or None where they all count 1.
+
+        Raises:
+            UserError: There is not one number above 0 for each class.
+        """
+        choice, num_classes = self.hparams["class_weights"], len(self.hparams["classes"])
+        if choice == "none":
+            return None
+        weights = self.hparams["balance"] if choice == "auto" else choice
+        if not isinstance(weights, list) or len(weights) != num_classes or min(weights) <= 0:
+            raise UserError(f"model.class_weights is {choice}; expected auto, none or {num_classes} numbers above 0.")
+        return torch.tensor(weights, dtype=torch.float32)
 
     def adopt(self, datamodule: LightningDataModule) -> None:
         """Build for this data, or, where the network came from a checkpoint, refuse data of another kind.
@@ -83,15 +107,16 @@ class ClassificationTask(LightningModule):
             UserError: The classes or the input shape differ from those that the network was trained on.
         """
         if not self.hparams["classes"]:
-            for key in ("classes", "input_spec", "fingerprint"):
+            for key in ("task", "classes", "input_spec", "balance", "fingerprint"):
                 self.hparams[key] = getattr(datamodule, key)
             self.build()
         shape = self.hparams["input_spec"]["shape"]
-        if self.hparams["classes"] != datamodule.classes or shape != datamodule.input_spec["shape"]:
+        own = f"{self.hparams['task']} classes {self.hparams['classes']} and inputs {shape}"
+        other = f"{datamodule.task} classes {datamodule.classes} and inputs {datamodule.input_spec['shape']}"
+        if own != other:
             raise UserError(
-                f"The checkpoint was trained on classes {self.hparams['classes']} and inputs {shape}, the data has "
-                f"classes {datamodule.classes} and inputs {datamodule.input_spec['shape']}. Set --data.source and "
-                "--data.image_size to match, or train anew."
+                f"The checkpoint was trained on {own}, the data has {other}. Set --data.source and --data.image_size "
+                "to match, or train anew."
             )
 
     def setup(self, stage: str) -> None:
@@ -119,27 +144,43 @@ class ClassificationTask(LightningModule):
         return logits
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """(B, K) logits and (B,) int64 class indices -> scalar mean cross-entropy in nats."""
+        """Scalar mean over the batch, in nats: cross-entropy, or for multi-label binary cross-entropy over all labels.
+
+        Args:
+            logits: (B, K).
+            targets: (B,) int64 class indices, or (B, K) float32 shares of the classes, or which labels hold.
+        """
+        weight = self.loss_weight if self.training else None  # so that val_loss can be compared between runs
         smoothing = self.hparams["label_smoothing"] if self.training else 0.0
-        return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
+        if self.hparams["task"] == "multilabel":
+            targets = targets * (1 - smoothing) + smoothing / 2
+            return F.binary_cross_entropy_with_logits(logits.float(), targets, pos_weight=weight)
+        losses = F.cross_entropy(logits.float(), targets, weight, reduction="none", label_smoothing=smoothing)
+        return losses.mean()
 
     def make_metrics(self, split: str) -> MetricCollection:
         """Metrics of one split, under the names `{split}_loss`, `{split}_acc`, ...: add yours here.
 
         Each receives, by name, those it asks for of: `value` (the batch's mean loss) and `weight` (its size), so that
-        losses are averaged over samples; `preds` (B, K) logits and `target` (B,).
+        losses are averaged over samples; `preds` (B, K) logits and `target` (B,), or for multi-label (B, K), int64.
         """
         num_classes = len(self.hparams["classes"])
-        metrics: dict[str, Metric | MetricCollection] = {
-            "loss": MeanMetric(),
-            "acc": MulticlassAccuracy(num_classes, average="micro"),
-        }
+        metrics: dict[str, Metric | MetricCollection] = {"loss": MeanMetric()}
+        if self.hparams["task"] == "multilabel":
+            metrics["acc"] = MultilabelAccuracy(num_classes, average="micro")
+            metrics["f1"] = MultilabelF1Score(num_classes, average="macro")
+        else:
+            metrics["acc"] = MulticlassAccuracy(num_classes, average="micro")
         return MetricCollection(metrics, prefix=f"{split}_")
 
     def measure(self, metrics: MetricCollection, logits: Tensor, targets: Tensor) -> Tensor:
         """Add a batch to the metrics and return its loss, with gradients."""
         loss = self.loss(logits, targets)
-        metrics.update(value=loss.detach(), weight=len(targets), preds=logits.detach(), target=targets)
+        if self.hparams["task"] == "multilabel":
+            hard = (targets >= 0.5).long()
+        else:
+            hard = targets.argmax(dim=1) if targets.ndim == 2 else targets  # of a mixed sample, the larger share
+        metrics.update(value=loss.detach(), weight=len(targets), preds=logits.detach(), target=hard)
         return loss
 
     def on_train_epoch_start(self) -> None:
@@ -160,9 +201,9 @@ class ClassificationTask(LightningModule):
         self.measure(self.test_metrics, self(inputs), targets)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """(B, K) float32 probabilities."""
-        inputs, _ = batch
-        return self(inputs).float().softmax(dim=1)
+        """(B, K) float32 probabilities: of the classes, or of each label by itself."""
+        logits = self(batch[0]).float()
+        return logits.sigmoid() if self.hparams["task"] == "multilabel" else logits.softmax(dim=1)
 
     def log_epoch(self, metrics: MetricCollection) -> None:
         """Log what the epoch gave, over all devices, and start afresh."""

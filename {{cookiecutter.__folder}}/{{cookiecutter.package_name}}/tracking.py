@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -161,6 +162,15 @@ class MLflowRun(MLFlowLogger):
         client = self.experiment
         with plain_errors(self._tracking_uri):
             client.log_batch(self._run_id, tags=[RunTag(key, str(value)[:5000]) for key, value in tags.items()])
+
+    @rank_zero_only
+    def log_documents(self, documents: Mapping[str, bytes]) -> None:
+        """Keep small files with the run, as artifacts, by name."""
+        client = self.experiment
+        with tempfile.TemporaryDirectory() as folder, plain_errors(self._tracking_uri):
+            for name, content in documents.items():
+                (Path(folder) / name).write_bytes(content)
+            client.log_artifacts(self._run_id, folder)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:

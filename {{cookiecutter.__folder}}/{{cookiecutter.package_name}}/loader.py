@@ -1,0 +1,100 @@
+"""How batches are fetched: whole, in an order that depends on seed and epoch alone, by a fitting number of workers."""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from . import UserError, usable_cores
+from .images import Stored, central
+
+Batch = tuple[Tensor, Tensor]
+
+
+class ImageSet(Dataset[Batch]):
+    """Some samples of a data set, fetched a whole batch at a time: one indexing operation instead of B Python calls.
+
+    Args:
+        images: All images, indexed like a tensor of (N, H, W, C) uint8.
+        labels: All labels, (N,) int64 or (N, K) uint8.
+        rows: (M,) int64, which samples these are.
+        size: Images are cut to their central size x size pixels; None leaves them whole, to be cropped at random.
+    """
+
+    def __init__(self, images: Any, labels: np.ndarray, rows: np.ndarray, size: int | None) -> None:
+        self.images, self.size = images, size or images.shape[1]
+        self.labels, self.rows = torch.from_numpy(labels), torch.from_numpy(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        """Images (B, C, size, size) uint8, and labels: (B,) int64, or for multi-label (B, K) float32."""
+        rows = self.rows[indices]
+        labels = self.labels[rows]
+        return central(self.images[rows].permute(0, 3, 1, 2), self.size), labels.float() if labels.ndim == 2 else labels
+
+
+class LazyLoader(DataLoader[Batch]):
+    """Starts at its first batch. Lightning asks for the iterator before it sets or restores the epoch, and the workers
+    of a plain loader would then prefetch the order of epoch 0 (Lightning-AI/pytorch-lightning#21938)."""
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        yield from super().__iter__()
+
+
+class BalancedSampler(DistributedSampler[int]):
+    """Draws each sample with a probability, with replacement; as many as there are, shared out over the devices.
+
+    Args:
+        weights: (M,) float64, proportional to the probability of each sample.
+    """
+
+    def __init__(self, weights: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weights = weights
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        drawn = torch.multinomial(self.weights, self.total_size, replacement=True, generator=generator)
+        return iter(drawn[self.rank : self.total_size : self.num_replicas].tolist())
+
+
+def sample_weights(split: ImageSet, class_counts: dict[str, int]) -> Tensor:
+    """(M,) float64, inverse to the number of samples of each one's class. Of several labels the rarest counts; a sample
+    without any is taken for one of the most frequent class."""
+    counts = torch.tensor(list(class_counts.values()), dtype=torch.float64)
+    labels = split.labels[split.rows]
+    return 1 / counts[labels] if labels.ndim == 1 else (labels / counts).amax(dim=1).clamp(min=1 / counts.max())
+
+
+def training_order(
+    split: ImageSet, batch_size: int, world_size: int, rank: int, seed: int, weights: Tensor | None
+) -> DistributedSampler[int]:
+    """A function of seed and epoch: each sample once, or, with weights, as often as these say.
+
+    Raises:
+        UserError: Not even one batch could be filled.
+    """
+    if len(split) // world_size < batch_size:
+        raise UserError(
+            f"{len(split)} training images for {world_size} device(s) are fewer than a batch of {batch_size} for each. "
+            "Add images, or set --data.batch_size lower."
+        )
+    options: dict[str, Any] = {"num_replicas": world_size, "rank": rank, "seed": seed, "drop_last": True}
+    return DistributedSampler[int](split, **options) if weights is None else BalancedSampler(weights, split, **options)
+
+
+def choose_num_workers(images: Any, cuda: bool) -> int:
+    """Worker processes of a loader: none in a notebook, where they hang or lose their output, nor where they would do
+    nothing but copy memory for a device that is this very processor; else up to 8, and never more than the cores that
+    each local process may use."""
+    cheap = isinstance(images, Tensor) or (isinstance(images, Stored) and not cuda)
+    if cheap or "ipykernel" in sys.modules:
+        return 0
+    return min(8, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
