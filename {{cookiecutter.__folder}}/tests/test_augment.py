@@ -100,6 +100,12 @@ def test_half_of_the_images_are_mirrored() -> None:
     assert mirrored.float().mean() == pytest.approx(0.5, abs=0.06)
 
 
+def test_half_of_the_crops_are_mirrored() -> None:
+    images = torch.arange(16, dtype=torch.uint8).expand(1000, 1, 16, 16) * 10
+    crops = augment(images, 16, {**OFF, "flip": True, "min_area": 0.9})
+    assert (crops[:, 0, 8, 0] > crops[:, 0, 8, -1]).float().mean() == pytest.approx(0.5, abs=0.06)
+
+
 def test_mirrored_images_are_left_to_right() -> None:
     images = torch.arange(4, dtype=torch.uint8).view(1, 1, 1, 4).expand(50, 1, 4, 4)
     rows = augment(images, 4, {**OFF, "flip": True})[:, 0].reshape(-1, 4).unique(dim=0)
@@ -117,24 +123,26 @@ def test_boxes_lie_inside_and_have_the_shares_asked_for() -> None:
 def test_crop_shows_its_part_of_the_image() -> None:
     images = torch.zeros(1, 1, 16, 16, dtype=torch.uint8)
     images[:, :, 4:12, 8:16] = 200
-    crops = crop_on_cpu(images, torch.tensor([[4.0, 8.0, 8.0, 8.0]]), 16)
+    crops = crop_on_cpu(images, torch.tensor([[4.0, 8.0, 8.0, 8.0]]), 16, torch.tensor([False]))
     assert crops.unique().tolist() == [200]
 
 
 def test_crop_of_the_whole_image_is_the_image() -> None:
     whole = torch.tensor([[0.0, 0.0, 16.0, 16.0]])
-    assert torch.equal(crop_on_cpu(same(1), whole, 16), same(1))
-    assert torch.equal(crop_on_gpu(same(1), whole, 16), same(1))
+    for crop in (crop_on_cpu, crop_on_gpu):
+        assert torch.equal(crop(same(1), whole, 16, torch.tensor([False])), same(1))
+        assert torch.equal(crop(same(1), whole, 16, torch.tensor([True])), same(1).flip(3))
 
 
 def test_both_ways_to_crop_agree() -> None:
     images, boxes = same(20, 64), random_boxes(same(20, 64), 0.3, 1.0, max_stretch=4 / 3).round()
-    difference = crop_on_cpu(images, boxes, 48).float() - crop_on_gpu(images, boxes, 48).float()
-    assert difference.abs().mean() < 1  # of 255: one is antialiased, the other takes the border's pixels at the border
+    mirrored = torch.arange(20) % 2 == 0
+    one, two = (crop(images, boxes, 48, mirrored).float() for crop in (crop_on_cpu, crop_on_gpu))
+    assert (one - two).abs().mean() < 1  # of 255: one is antialiased, the other takes the border's pixels at the border
 
 
 def test_crops_of_a_larger_image_have_the_size_asked_for() -> None:
-    assert random_resized_crop(same(4, 32), 24, 0.5).shape == (4, 3, 24, 24)
+    assert random_resized_crop(same(4, 32), 24, 0.5, torch.ones(4, dtype=torch.bool)).shape == (4, 3, 24, 24)
 
 
 def test_each_sample_is_shifted_by_its_own_offset() -> None:

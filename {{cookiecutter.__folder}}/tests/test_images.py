@@ -182,9 +182,9 @@ def test_central_pixels_are_as_far_from_each_edge() -> None:
 
 
 def test_statistics_of_channels_are_in_units_of_the_pixel_range() -> None:
-    images = torch.stack([torch.full((2, 4, 4), 51), torch.full((2, 4, 4), 102)]).to(torch.uint8)
-    images[:, 1] = 255
-    mean, std = channel_statistics(images)
+    images = torch.stack([torch.full((4, 4, 2), 51), torch.full((4, 4, 2), 102)] * 100).to(torch.uint8)
+    images[..., 1] = 255
+    mean, std = channel_statistics(images, torch.arange(200))
     assert mean + std == pytest.approx([0.3, 1.0, 0.1, 1e-3])
 
 

@@ -356,10 +356,9 @@ def test_picture_in_two_splits_of_a_published_set_is_warned_of(tmp_path: Path) -
     write_mnist(tmp_path, {"train": 100, "t10k": 30})
     datamodule = ImageData(source="mnist", data_dir=str(tmp_path), val_fraction=0.2)
     datamodule.setup("fit")
-    assert datamodule.report == [
-        f"warning: 1 pictures are in two splits, e.g. {'val' if 99 in datamodule.splits['val'].rows else 'train'} "
-        "sample 99 = test sample 100: the same picture in two splits"
-    ]
+    split = "val" if 99 in datamodule.splits["val"].rows else "train"
+    pair = f"sample 99 ({split}) = sample 100 (test): the same picture in two splits"
+    assert datamodule.report == [f"warning: 1 pictures are in two splits, e.g. {pair}"]
 
 
 def test_data_set_that_can_not_be_downloaded_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """How splits are cut, what stays together, and what is found in two of them."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -127,14 +128,14 @@ def test_distinct_pictures_are_no_leak(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["val/dog/copy.png", "test/cat/copy.png"])
 def test_copy_in_another_split_is_a_fault(folder: Path, name: str) -> None:
     (folder / name).write_bytes((folder / "train" / "cat" / "p0_0.png").read_bytes())
-    pair = f"train train/cat/p0_0.png = {name.split('/')[0]} {name}: the same picture in two splits"
-    with pytest.raises(DataFaults, match=f"1 to put right before training:\n{pair}"):
+    pair = f"train/cat/p0_0.png (train) = {name} ({name.split('/')[0]}): the same picture in two splits"
+    with pytest.raises(DataFaults, match=re.escape(f"1 to put right before training:\n{pair}")):
         set_up(folder)
 
 
 def test_copy_in_another_format_is_a_fault(folder: Path) -> None:
     picture(folder / "val" / "dog" / "copy.bmp", 0)
-    with pytest.raises(DataFaults, match="p0_0.png = val val/dog/copy.bmp: the same picture"):
+    with pytest.raises(DataFaults, match=r"p0_0.png \(train\) = val/dog/copy.bmp \(val\): the same picture"):
         set_up(folder)
 
 
@@ -146,13 +147,13 @@ def test_copy_in_the_same_split_is_no_fault(folder: Path) -> None:
 def test_picture_saved_again_in_another_quality_is_warned_of(folder: Path) -> None:
     picture(folder / "val" / "dog" / "again.jpg", 0, quality=60)
     assert set_up(folder).report[1:] == [
-        "warning: train train/cat/p0_0.png looks much like val val/dog/again.jpg",
+        "warning: train/cat/p0_0.png (train) looks much like val/dog/again.jpg (val)",
     ]
 
 
 def test_group_in_two_splits_is_a_fault(folder: Path) -> None:
     picture(folder / "val" / "dog" / "p0_9.png", 99)
-    with pytest.raises(DataFaults, match=r"train/cat/p0_0.png, val val/dog/p0_9.png: both of group p0"):
+    with pytest.raises(DataFaults, match=r"train/cat/p0_0.png \(train\), val/dog/p0_9.png \(val\): both of group p0"):
         set_up(folder, group=r"(p\d+)_")
 
 

@@ -27,10 +27,11 @@ def choose(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def augment(images: Tensor, size: int, options: dict[str, Any]) -> Tensor:
     """What every training batch goes through: (B, C, H, W) uint8 -> (B, C, size, size) uint8."""
+    mirrored = draw(images) < (0.5 if options["flip"] else 0)
     if options["min_area"] < 1:
-        images = random_resized_crop(images, size, options["min_area"])
-    if options["flip"]:
-        images = torch.where(draw(images) < 0.5, images.flip(3), images)
+        images = random_resized_crop(images, size, options["min_area"], mirrored.flatten())
+    elif options["flip"]:
+        images = torch.where(mirrored, images.flip(3), images)
     if options["max_shift"]:
         images = shift(images, options["max_shift"])
     if options["color_jitter"]:
@@ -57,29 +58,29 @@ def random_boxes(images: Tensor, min_area: float, max_area: float, max_stretch: 
     return torch.stack([top * (height - heights), left * (width - widths), heights, widths], dim=1)
 
 
-def random_resized_crop(images: Tensor, size: int, min_area: float) -> Tensor:
-    """Cut a random box out of each image, at least `min_area` of it (arXiv:1409.4842), and resize it to size x size."""
+def random_resized_crop(images: Tensor, size: int, min_area: float, mirrored: Tensor) -> Tensor:
+    """Cut a random box out of each image, at least `min_area` of it (arXiv:1409.4842), and resize it to size x size;
+    mirror those that the (B,) bool `mirrored` says."""
     boxes = random_boxes(images, min_area, 1.0, max_stretch=4 / 3)
-    return crop_on_gpu(images, boxes, size) if images.is_cuda else crop_on_cpu(images, boxes, size)
+    return crop_on_gpu(images, boxes, size, mirrored) if images.is_cuda else crop_on_cpu(images, boxes, size, mirrored)
 
 
-def crop_on_cpu(images: Tensor, boxes: Tensor, size: int) -> Tensor:
-    """One resize for each image: here 12 times faster than `grid_sample`, which reads pixels as float32."""
-    crops = images.new_empty(len(images), images.shape[1], size, size).contiguous(memory_format=torch.channels_last)
-    for crop, image, box in zip(crops, images, boxes.round().int().tolist(), strict=True):
-        top, left, height, width = box
-        part = image[None, :, top : top + max(1, height), left : left + max(1, width)]
-        crop.copy_(F.interpolate(part, (size, size), mode="bilinear", antialias=True)[0])
-    return crops
+def crop_on_cpu(images: Tensor, boxes: Tensor, size: int, mirrored: Tensor) -> Tensor:
+    """One resize for each image: on a processor ten times faster than `grid_sample`, which has no kernel for bytes."""
+    crops = []
+    for row, ((top, left, height, width), mirror) in enumerate(zip(boxes.round().int().tolist(), mirrored.tolist())):
+        crop = images[row : row + 1, :, top : top + max(1, height), left : left + max(1, width)]
+        crop = crop.flip(3) if mirror else crop
+        crops.append(F.interpolate(crop, (size, size), mode="bilinear", antialias=True))
+    return torch.cat(crops)
 
 
-def crop_on_gpu(images: Tensor, boxes: Tensor, size: int) -> Tensor:
+def crop_on_gpu(images: Tensor, boxes: Tensor, size: int, mirrored: Tensor) -> Tensor:
     """All images in one kernel."""
-    extent = torch.tensor(images.shape[2:] * 2, device=images.device)
-    top, left, height, width = (boxes / extent).unbind(1)
-    zero = torch.zeros_like(top)
-    theta = torch.stack([width, zero, 2 * left + width - 1, zero, height, 2 * top + height - 1], dim=1).view(-1, 2, 3)
-    grid = F.affine_grid(theta, [len(images), images.shape[1], size, size], align_corners=False)
+    top, left, height, width = (boxes / torch.tensor(images.shape[2:] * 2, device=images.device)).unbind(1)
+    zero, to_right = torch.zeros_like(top), 1 - 2 * mirrored.float()
+    rows = [width * to_right, zero, 2 * left + width - 1, zero, height, 2 * top + height - 1]
+    grid = F.affine_grid(torch.stack(rows, dim=1).view(-1, 2, 3), [len(images), 1, size, size], align_corners=False)
     crops = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
     return crops.round().to(torch.uint8)
 

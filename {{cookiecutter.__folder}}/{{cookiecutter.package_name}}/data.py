@@ -26,7 +26,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_shift": (0, 2**12),
 }
 RANGES |= {"min_area": (0.01, 1), "color_jitter": (0, 1), "erasing": (0, 1), "mixup": (0, 1e3), "cutmix": (0, 1e3)}
-STATISTICS_OF = 4096  # training images, evenly spaced; their mean is known to 1/64 of a deviation
+STATISTICS_OF = 1024  # training images, evenly spaced: more would take seconds
 
 
 class ImageData(L.LightningDataModule):
@@ -131,13 +131,15 @@ class ImageData(L.LightningDataModule):
         self.faults, self.report = source.faults, source.report
         if self.hparams["on_bad_file"] == "stop":
             self.faults = left_out + source.faults
+            hint = f"{len(left_out)} can't be used; --data.on_bad_file skip would leave them out"
+            self.report = source.report + [hint] * bool(left_out)
         elif left_out:
             self.report = source.report + [f"left out {line}" for line in left_out]
             self.documents["left_out.txt"] = "\n".join(left_out).encode()
             self.fingerprint["left_out_hash"] = combine_hashes(left_out)
         stored, channels, train = source.images.shape[1], source.images.shape[3], self.splits["train"]
-        some = np.linspace(0, len(train) - 1, min(len(train), STATISTICS_OF)).round().astype(int).tolist()
-        mean, std = channel_statistics(train.__getitems__(some)[0])
+        some = torch.linspace(0, len(train) - 1, min(len(train), STATISTICS_OF)).round().long()
+        mean, std = channel_statistics(source.images, train.rows[some])
         self.input_spec: dict[str, Any] = {
             "name": "images",
             "shape": [channels, source.size, source.size],

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,9 +78,10 @@ def fit(pixels: np.ndarray, size: int) -> np.ndarray:
     height, width, _ = pixels.shape
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
-    square = torch.from_numpy(pixels[top : top + side, left : left + side]).permute(2, 0, 1).unsqueeze(0)
+    batch = torch.from_numpy(pixels).unsqueeze(0)  # before it is cut: so torch sees, and keeps, the order of the bytes
+    square = batch[:, top : top + side, left : left + side].permute(0, 3, 1, 2)
     resized = F.interpolate(square, (size, size), mode="bilinear", antialias=True)
-    return resized[0].permute(1, 2, 0).contiguous().numpy()
+    return resized.permute(0, 2, 3, 1)[0].contiguous().numpy()
 
 
 def central(images: Tensor, size: int) -> Tensor:
@@ -137,8 +139,15 @@ def replace_file(path: Path, content: bytes) -> None:
     part.replace(path)
 
 
-def channel_statistics(images: Tensor) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel of (N, C, H, W) uint8, in units of [0, 1]."""
-    pixels = images.double() / 255
-    mean, square = pixels.mean(dim=(0, 2, 3)), pixels.square().mean(dim=(0, 2, 3))
-    return mean.tolist(), (square - mean.square()).clamp(min=1e-6).sqrt().tolist()  # an unused channel has no deviation
+def channel_statistics(images: Any, rows: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel over some rows of (N, H, W, C) uint8, in units of [0, 1].
+
+    In small pieces, for as float32 at once the images would take several times their own memory; and of large images
+    some pixels tell as much as all.
+    """
+    step = max(1, images.shape[1] // 64)
+    pieces = (images[piece][:, ::step, ::step].float() / 255 for piece in rows.split(64))
+    parts = [torch.var_mean(piece, dim=(1, 2), correction=0) for piece in pieces]
+    variances, means = (torch.cat(part).double() for part in zip(*parts, strict=True))
+    std = (variances.mean(dim=0) + means.var(dim=0, correction=0)).clamp(min=1e-6).sqrt()
+    return means.mean(dim=0).tolist(), std.tolist()  # clamped, because an unused channel has no deviation

@@ -11,8 +11,9 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from . import UserError, usable_cores
 from .images import RULE, Files, Stored, combine_hashes, decode, fit, replace_file
 
 CHUNK = 256  # files between two looks at the clock; bounds what waits in memory to be written
+Look = tuple[str, str, dict[str, Any] | None, np.ndarray | None]
 SAVE_EVERY = 10  # seconds; what a pass that is killed has to do again
 
 
@@ -95,69 +97,67 @@ class Cache:
         entry = self.index["contents"].get(self.index["files"].get(key))
         return entry is not None and (not store or "row" in entry or "fault" in entry)
 
-    def reserve(self, rows: int) -> np.memmap:
-        """Room for so many more rows; returns all rows, writable.
+    def add(self, new: dict[str, Path], store: bool) -> dict[str, str]:
+        """Read files, on all cores; returns why some can't be read at all, by key.
 
         Raises:
-            UserError: The disk has not enough.
+            UserError: The disk is too small for the decoded images.
         """
-        total, needed = self.index["rows"] + rows, rows * self.row_bytes
-        free = shutil.disk_usage(self.pixels_path.parent).free
-        if needed > free:
-            raise UserError(
-                f"Decoded images need {needed / 2**30:.2f} GiB in {self.pixels_path.parent}, {free / 2**30:.2f} are "
-                "free. Set --data.cache_dir to a folder on another disk, or --data.cache_gb 0 to do without a cache."
-            )
-        with self.pixels_path.open("ab") as file:
-            file.truncate(total * self.row_bytes)
-            if hasattr(os, "posix_fallocate"):  # else a disk that is full only then would kill the process
-                os.posix_fallocate(file.fileno(), 0, total * self.row_bytes)
-        return np.memmap(self.pixels_path, np.uint8, "r+", shape=(total, *self.image_shape))
-
-    def add(self, new: dict[str, Path], store: bool) -> dict[str, str]:
-        """Read files, on all cores; returns why some can't be read at all, by key."""
-        pixels = self.reserve(len(new)) if store else None
-        files, contents, unreadable = self.index["files"], self.index["contents"], {}
-
-        def look(item: tuple[str, Path]) -> tuple[str, str, dict[str, Any] | None, np.ndarray | None]:
-            try:
-                content = item[1].read_bytes()
-            except OSError as error:
-                return item[0], "", {"fault": error.strerror}, None
-            digest = hashlib.sha256(content).hexdigest()
-            files[item[0]] = digest
-            if self.knows(item[0], store):
-                return item[0], digest, None, None
-            return item[0], digest, *read(content, self.mode, self.size)
-
+        needed, free = len(new) * self.row_bytes, shutil.disk_usage(self.pixels_path.parent).free
+        if store and needed > free:
+            self.refuse(f"{needed / 2**30:.2f} GiB are needed, {free / 2**30:.2f} are free")
+        unreadable: dict[str, str] = {}
         saved, items = time.monotonic(), list(new.items())
         one_thread = partial(torch.set_num_threads, 1)  # each: together they use all cores
+        if store:
+            self.pixels_path.touch()
         with (
+            open(self.pixels_path if store else os.devnull, "r+b") as pixels,
             ThreadPoolExecutor(usable_cores(), initializer=one_thread) as pool,
             tqdm(desc="read images", total=len(new), disable=None) as bar,
         ):
+            pixels.seek(self.index["rows"] * self.row_bytes)
             for start in range(0, len(items), CHUNK):
-                for key, digest, entry, image in pool.map(look, items[start : start + CHUNK]):
+                chunk = items[start : start + CHUNK]
+                tasks = [chunk[row : row + 16] for row in range(0, len(chunk), 16)]
+                for key, digest, entry, image in chain.from_iterable(pool.map(partial(self.look, store=store), tasks)):
                     if entry is not None and not digest:
                         unreadable[key] = entry["fault"]
                     elif entry is not None and not self.knows(key, store):
-                        if image is not None and pixels is not None:
+                        if image is not None and store:
                             entry["row"] = self.index["rows"]
-                            pixels[entry["row"]] = image
                             self.index["rows"] += 1
-                        contents[digest] = entry
-                    bar.update()
-                if time.monotonic() - saved > SAVE_EVERY:
-                    self.save(pixels)
+                            pixels.write(image.data)
+                        self.index["contents"][digest] = entry
+                bar.update(len(chunk))
+                if time.monotonic() - saved > SAVE_EVERY or start + CHUNK >= len(items):
+                    pixels.flush()
+                    if store:
+                        os.fsync(pixels.fileno())
+                    replace_file(self.index_path, json.dumps(self.index).encode())
                     saved = time.monotonic()
-        self.save(pixels)
         return unreadable
 
-    def save(self, pixels: np.memmap | None) -> None:
-        """Let what was written so far count."""
-        if pixels is not None:
-            pixels.flush()
-        replace_file(self.index_path, json.dumps(self.index).encode())
+    def look(self, items: list[tuple[str, Path]], store: bool) -> list[Look]:
+        """Key, content hash, and, unless they are known, properties and pixels of some files."""
+        found: list[Look] = []
+        for key, path in items:
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                found.append((key, "", {"fault": error.strerror}, None))
+                continue
+            digest = hashlib.sha256(content).hexdigest()
+            self.index["files"][key] = digest
+            known = self.knows(key, store)
+            found.append((key, digest, None, None) if known else (key, digest, *read(content, self.mode, self.size)))
+        return found
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise UserError(
+            f"Decoded images can't be kept in {self.pixels_path.parent}: {reason}. Set --data.cache_dir to a folder on "
+            "another disk, or --data.cache_gb 0 to do without."
+        )
 
 
 def scan(files: list[Path], mode: str, size: int, cache_dir: Path, cache_gb: float) -> Scan:
@@ -182,7 +182,10 @@ def scan(files: list[Path], mode: str, size: int, cache_dir: Path, cache_gb: flo
         cache = Cache(cache_dir, mode, size)
         store = len(files) * cache.row_bytes <= cache_gb * 2**30
         if new := {key: files[row] for row, key in keys.items() if not cache.knows(key, store)}:
-            unreadable = cache.add(new, store)
+            try:
+                unreadable = cache.add(new, store)
+            except OSError as error:  # files that can't be read raise none here: this is the disk of the cache
+                cache.refuse(str(error.strerror))
             faults |= {row: f"can't be read: {unreadable[key]}" for row, key in keys.items() if key in unreadable}
     hashes = {row: cache.index["files"][key] for row, key in keys.items() if row not in faults}
     entries = {row: cache.index["contents"][digest] for row, digest in hashes.items()}

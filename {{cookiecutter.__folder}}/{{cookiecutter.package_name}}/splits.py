@@ -40,7 +40,7 @@ def split(source: Source, fractions: dict[str, float], seed: int) -> None:
             ) from error
         source.splits |= {"train": np.setdiff1d(train, taken), name: taken}
     source.splits = {name: source.splits[name] for name in SPLITS}
-    where = {row: f"{name} {source.names[row]}" for name, rows in source.splits.items() for row in rows.tolist()}
+    where = {row: f"{source.names[row]} ({name})" for name, rows in source.splits.items() for row in rows.tolist()}
     equal = equal_pairs(source.pixel_keys, source.splits)
     leaks = [f"{where[one]} = {where[other]}: the same picture in two splits" for one, other in equal]
     if source.groups is not None:
