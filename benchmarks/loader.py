@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,11 @@ def main() -> None:
         def later_epoch() -> Iterable[Any]:
             return map(data.augment, data.train_dataloader())
 
-        floats = plain_loader(folder, [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
-        bytes_ = plain_loader(folder, [v2.PILToTensor()])
+        to_float = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+        ends: dict[str, list[Any]] = {"float32": to_float, "uint8": [v2.PILToTensor()]}
         ratios: dict[str, list[float]] = {}
         for number in range(options.rounds + 1):
-            anchors = {"float32": seconds_per_image(lambda: floats), "uint8": seconds_per_image(lambda: bytes_)}
+            anchors = {kind: seconds_per_image(partial(plain_loader, folder, end)) for kind, end in ends.items()}
             ours = {"first": seconds_per_image(first_epoch), "later": seconds_per_image(later_epoch)}
             if number:  # the first round warms up
                 for epoch, mine in ours.items():

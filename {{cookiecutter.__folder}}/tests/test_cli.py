@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser, Namespace
 from PIL import Image
 
 from {{ cookiecutter.package_name }} import PACKAGE, __main__
-from {{ cookiecutter.package_name }}.cli import CLI, run
+from {{ cookiecutter.package_name }}.cli import CLI, cpu_precision, run
 from {{ cookiecutter.package_name }}.runs import RunFolder, checkpoint_options, load_checkpoint
 
 Command = Callable[..., str]
@@ -104,7 +104,7 @@ def test_a_precision_that_needs_cuda_is_replaced_with_a_word(
 ) -> None:
     with caplog.at_level("INFO"):
         small_fit("--trainer.max_epochs", "1")
-    assert "precision: 16-mixed needs CUDA, so this run computes in 32-true" in caplog.text
+    assert f"precision: 16-mixed needs CUDA, so this run computes in {cpu_precision()}" in caplog.text
 
 
 def test_the_resolved_recipe_lies_with_the_run(trained: SimpleNamespace) -> None:
@@ -194,3 +194,11 @@ def test_weights_without_hyperparameters_are_refused(
     torch.save({"state_dict": {}}, tmp_path / "weights.ckpt")
     code, _ = error(capfd, command, "test", str(tmp_path / "weights.ckpt"))
     assert "it is no checkpoint of this project's `fit`" in code
+
+
+@pytest.mark.parametrize(("capabilities", "precision"), [({"amx_bf16": True}, "bf16-mixed"), ({}, "32-true")])
+def test_precision_without_cuda_is_what_the_processor_is_fast_with(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], precision: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert cpu_precision() == precision

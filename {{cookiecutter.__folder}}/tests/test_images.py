@@ -194,20 +194,20 @@ def test_statistics_of_channels_are_in_units_of_the_pixel_range() -> None:
 def test_images_are_listed_in_order_whatever_the_case_of_their_ending(tmp_path: Path) -> None:
     for name in ("c.png", "a.PNG", "b/b.JpG"):
         plain(tmp_path / name)
-    assert [path.relative_to(tmp_path).as_posix() for path in list_images(tmp_path)] == ["a.PNG", "b/b.JpG", "c.png"]
+    assert [path.relative_to(tmp_path).as_posix() for path in list_images(tmp_path)[0]] == ["a.PNG", "b/b.JpG", "c.png"]
 
 
 def test_hidden_files_and_other_files_are_not_listed(tmp_path: Path) -> None:
     plain(tmp_path / ".hidden.png")
     (tmp_path / "notes.txt").write_text("no image")
     (tmp_path / "folder.png").mkdir()
-    assert list_images(tmp_path) == []
+    assert list_images(tmp_path) == ([], [tmp_path / "notes.txt"])
 
 
 @pytest.mark.parametrize("name", ["a.eps", "a.mpg", "a.h5", "a.wmf"])
 def test_files_that_pillow_would_hand_to_other_programs_are_no_images(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    assert list_images(tmp_path) == []
+    assert list_images(tmp_path)[0] == []
 
 
 # Hashes

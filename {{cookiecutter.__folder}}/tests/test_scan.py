@@ -213,7 +213,9 @@ def test_a_pass_that_is_killed_is_gone_on_with(tmp_path: Path, monkeypatch: pyte
 def test_disk_without_room_for_the_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 100})
     monkeypatch.setattr(scan_module.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match="Decoded images can't be kept in .* GiB are needed, .* are free. Set --data.cache_dir"):
+    with pytest.raises(
+        UserError, match="Decoded images can't be kept in .* GiB are needed, .* are free. Set --data.cache_dir"
+    ):
         look(plain(tmp_path / "x.bmp"), size=64)
 
 

@@ -26,7 +26,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_shift": (0, 2**12),
 }
 RANGES |= {"min_area": (0.01, 1), "color_jitter": (0, 1), "erasing": (0, 1), "mixup": (0, 1e3), "cutmix": (0, 1e3)}
-STATISTICS_OF = 1024  # training images, evenly spaced: more would take seconds
+STATISTICS_OF = 2048  # training images, evenly spaced: more would take seconds
 
 
 class ImageData(L.LightningDataModule):
@@ -157,7 +157,7 @@ class ImageData(L.LightningDataModule):
             UserError: There is no image, or one can't be used; names all of these.
         """
         folder, cache_dir = Path(self.hparams["predict_dir"] or "").expanduser(), ROOT / self.hparams["cache_dir"]
-        self.predict_files = list_images(folder) if self.hparams["predict_dir"] and folder.is_dir() else []
+        self.predict_files = list_images(folder)[0] if self.hparams["predict_dir"] else []
         if not self.predict_files:
             raise UserError(f"predict needs a folder with images, found none in {self.hparams['predict_dir']!r}.")
         spec = self.trainer.lightning_module.hparams["input_spec"]

@@ -142,7 +142,12 @@ class OnnxExport(Callback):
                 "version": 1,
                 "task": datamodule.task,
                 "input": {**spec, "shape": ["batch", *spec["shape"]], "normalization": "inside the graph"},
-                "output": {"name": "logits", "shape": ["batch", len(classes)], "dtype": "float32"},
+                "output": {
+                    "name": "logits",
+                    "shape": ["batch", len(classes)],
+                    "dtype": "float32",
+                    "activation": "sigmoid" if datamodule.task == "multilabel" else "softmax",  # to probabilities
+                },
                 "classes": classes,
                 "parity": verify(task, frozen, path, datamodule.splits["val"], self.tolerance),
                 "latency": measure_latency(path, self.batch_sizes, self.num_threads, seconds=1),

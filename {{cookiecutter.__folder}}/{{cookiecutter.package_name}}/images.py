@@ -30,10 +30,16 @@ SUFFIXES = {suffix for suffix, name in Image.registered_extensions().items() if 
 FORMATS = sorted(Image.OPEN.keys() - FOREIGN)
 
 
-def list_images(folder: Path) -> list[Path]:
-    """Every image file below a folder, by its ending, in an order that does not depend on the file system."""
-    files = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and not path.is_dir())
-    return sorted(path for path in files if not path.name.startswith("."))
+def list_images(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The image files below a folder, by their endings, and its other files; hidden ones are in neither. Their order
+    does not depend on the file system."""
+    images: list[Path] = []
+    others: list[Path] = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if not name.startswith("."):
+                (images if os.path.splitext(name)[1].lower() in SUFFIXES else others).append(Path(place, name))
+    return sorted(images), sorted(others)
 
 
 def decode(content: bytes, mode: str) -> tuple[np.ndarray, list[str]]:

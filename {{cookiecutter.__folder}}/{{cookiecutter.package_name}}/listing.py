@@ -56,15 +56,15 @@ def list_folder(folder: Path) -> Listing:
         )
     listing = Listing(folder, [], [], [], sub_folders(folder / "train" if names else folder))
     for name, root in [(name, folder / name) for name in names] or [("", folder)]:
-        if not list_images(root):
-            raise UserError(f"{root} holds no image. Add some, or remove the folder to have the split cut from train.")
+        count = len(listing.files)
         for class_name in sub_folders(root):
-            found = list_images(root / class_name)
+            found, ignored = list_images(root / class_name)
             listing.files += found
+            listing.ignored += ignored
             listing.labels += [[class_name]] * len(found)
             listing.splits += [name] * len(found)
-    visible = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    listing.ignored = sorted(set(visible) - set(listing.files))
+        if len(listing.files) == count:
+            raise UserError(f"{root} holds no image. Add some, or remove the folder to have the split cut from train.")
     return listing
 
 

@@ -77,9 +77,10 @@ class ClassificationTask(LightningModule):
     def build(self) -> None:
         """Make the network and the metrics for the classes and the inputs that the hyperparameters name."""
         refuse_outside("model", self.hparams, RANGES)
-        self.network = Network(
-            self.hparams["input_spec"], len(self.hparams["classes"]), self.hparams["width"], self.hparams["dropout"]
-        )
+        spec, num_classes = self.hparams["input_spec"], len(self.hparams["classes"])
+        network = Network(spec, num_classes, self.hparams["width"], self.hparams["dropout"])
+        # The order in memory that convolutions are fastest with, on tensor cores and on processors.
+        self.network = network.to(memory_format=torch.channels_last)
         self.loss_weight: Tensor | None
         self.register_buffer("loss_weight", self.choose_weights(), persistent=False)
         self.train_metrics = self.make_metrics("train")

@@ -1,0 +1,151 @@
+"""How fast `fit` trains with everything on: against the plain loop of a tutorial, and against itself without tracking.
+
+    python benchmarks/fit.py
+
+The network is `Flatten, Linear(784, 256), ReLU, Linear(256, 10)`, the data are 60,000 and 10,000 random images in the files
+of FashionMNIST, batches have 128, training sees 50,000, none of it augmented; clipping, AdamW and a cosine schedule in both.
+`fit` has metrics, tracking, both checkpoints, early stopping and, in the last line, a point for every step. On one core, by
+turns in one process; the clock counts the processor seconds of a whole epoch, validation included, after the first one.
+Ratios above 1 are in favour of the project.
+"""
+
+import argparse
+import os
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from project import describe_machine, generate
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, random_split
+from torchvision import datasets, transforms
+
+BATCH, EPOCHS, TRAIN, VAL = 128, 3, 50_000, 10_000
+
+
+def write_images(root: Path) -> None:
+    """Random pixels, in the format of the real files."""
+    random, raw = np.random.default_rng(0), root / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, count in (("train", TRAIN + VAL), ("t10k", 10_000)):
+        pixels, labels = random.integers(0, 256, count * 784, np.uint8), random.integers(0, 10, count, np.uint8)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 0x803, count, 28, 28) + pixels.tobytes())
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, count) + labels.tobytes())
+
+
+class Network(nn.Module):
+    """The network of both, with the arguments of the project's own; for the project it also scales its inputs."""
+
+    def __init__(self, input_spec: dict[str, Any], num_classes: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, num_classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        inputs = (images.float() / 255 - 0.286) / 0.353 if images.dtype == torch.uint8 else images
+        logits: Tensor = self.layers(inputs)
+        return logits
+
+
+def plain_loop(root: Path) -> list[float]:
+    """Processor seconds of each epoch but the first."""
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.286,), (0.353,))])
+    dataset = datasets.FashionMNIST(str(root), train=True, transform=transform)
+    train, val = random_split(dataset, [TRAIN, VAL], torch.Generator().manual_seed(42))
+    train_loader, val_loader = DataLoader(train, BATCH, shuffle=True), DataLoader(val, BATCH)
+    network = Network({}, 10, 0, 0.0)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
+    spent, best = [], float("inf")
+    for _ in range(EPOCHS):
+        start = time.process_time()
+        network.train()
+        for images, labels in train_loader:
+            optimizer.zero_grad(set_to_none=True)
+            loss = F.cross_entropy(network(images), labels)
+            loss.backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+        schedule.step()
+        network.eval()
+        total, correct = 0.0, 0
+        with torch.no_grad():
+            for images, labels in val_loader:
+                logits = network(images)
+                total += F.cross_entropy(logits, labels, reduction="sum").item()
+                correct += (logits.argmax(dim=1) == labels).sum().item()
+        if total < best:
+            best = total
+            torch.save(network.state_dict(), root / "plain.pt")
+        spent.append(time.process_time() - start)
+    return spent[1:]
+
+
+def project_fit(root: Path, *options: str) -> list[float]:
+    """The same of the project's `fit`, its command line in this process."""
+    from my_lightning_project import cli
+
+    starts: list[float] = []
+
+    class Task(cli.ClassificationTask):
+        def on_train_epoch_start(self) -> None:
+            starts.append(time.process_time())
+            super().on_train_epoch_start()
+
+        def on_train_end(self) -> None:
+            starts.append(time.process_time())
+
+    original, cli.ClassificationTask = cli.ClassificationTask, Task
+    recipe = f"--data.source fashion_mnist --data.data_dir {root} --data.val_fraction {VAL / (TRAIN + VAL)} --data.flip false"
+    recipe += f" --data.max_shift 0 --data.batch_size {BATCH} --model.lr 1e-3 --trainer.max_epochs {EPOCHS}"
+    sys.argv = ["project", "fit", *recipe.split(), "--trainer.precision", "32-true", "--onnx.enabled", "false", *options]
+    try:
+        cli.run()
+    finally:
+        cli.ClassificationTask = original
+    return [end - start for start, end in zip(starts[1:], starts[2:], strict=False)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        project, root = generate(Path(name)), Path(name) / "data"
+        sys.path.insert(0, str(project))
+        from my_lightning_project import task
+
+        task.Network = Network
+        write_images(root)
+        every_step = ["--trainer.log_every_n_steps", "1"]
+        arms: dict[str, Callable[[], list[float]]] = {
+            "plain": lambda: plain_loop(root),
+            "fit": lambda: project_fit(root),
+            "fit without tracking": lambda: project_fit(root, "--trainer.logger", "false", "--registry.enabled", "false"),
+            "fit, a point for every step": lambda: project_fit(root, *every_step),
+        }
+        pairs = [("fit", "plain"), ("fit", "fit without tracking"), ("fit, a point for every step", "fit without tracking")]
+        ratios: dict[tuple[str, str], list[float]] = {}
+        for number in range(options.rounds + 1):
+            seconds = {arm: statistics.median(run()) for arm, run in arms.items()}
+            if number:  # the first round warms up
+                for mine, other in pairs:
+                    ratios.setdefault((mine, other), []).append(seconds[other] / seconds[mine])
+        print(describe_machine())
+        print(f"1 core, {options.rounds} rounds; samples/s of the first over those of the second")
+        for (mine, other), values in ratios.items():
+            low, high = min(values), max(values)
+            print(f"  {mine} / {other}".ljust(54), f"{statistics.median(values):5.2f}   ({low:.2f} to {high:.2f})")
+
+
+if __name__ == "__main__":
+    main()
