@@ -99,7 +99,7 @@ def test_several_labels_go_through_to_registry_and_prediction(table: Path, proje
     before = set((project / "runs").glob("*"))
     options = ["--data.image_size", "16", "--data.batch_size", "8", "--model.width", "8", "--trainer.max_epochs", "6"]
     options += ["--trainer.log_every_n_steps", "1"]
-    output = command("fit", "--data.source", str(table), *options, "--onnx.batch_sizes", "[]")
+    output = command("fit", "--data.source", str(table), *options, "--registry.model_name", "several")
     (folder,) = set((project / "runs").glob("20*")) - before
     contract = json.loads((folder / "export" / "contract.json").read_text())
     assert (contract["task"], contract["classes"], contract["output"]["activation"]) == (

@@ -206,7 +206,8 @@ def test_a_pass_that_is_killed_is_gone_on_with(tmp_path: Path, monkeypatch: pyte
     files = [plain(tmp_path / f"{index:02}.bmp", index) for index in range(16)]
     process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(scan_module.__file__).parents[1])
     read_again = []
-    monkeypatch.setattr(scan_module, "read", lambda *rest, read=scan_module.read: read_again.append(1) or read(*rest))
+    read = scan_module.read
+    monkeypatch.setattr(scan_module, "read", lambda *rest: read_again.append(1) or read(*rest))
     assert (process.returncode, values(look(*files)), len(read_again)) == (-9, list(range(16)), 8)
 
 

@@ -172,7 +172,7 @@ class CLI(LightningCLI):
 
 def cpu_precision() -> str:
     """bfloat16 where the processor multiplies matrices of it, twice to three times as fast as float32; else float32."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # not there before torch 2.11
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not there before torch 2.11
     return "bf16-mixed" if capabilities.get("amx_bf16") else "32-true"
 
 
