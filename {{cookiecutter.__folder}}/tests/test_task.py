@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from {{ cookiecutter.package_name }} import UserError
 from {{ cookiecutter.package_name }}.data import ImageData
-from {{ cookiecutter.package_name }}.task import ClassificationTask, warmup_cosine
+from {{ cookiecutter.package_name }}.optim import warmup_cosine
+from {{ cookiecutter.package_name }}.task import ClassificationTask
 
 
 class Watch(L.Callback):

@@ -23,6 +23,7 @@ from .check import check
 from .data import ImageData
 from .export import OnnxExport, export, export_summary
 from .registry import Registry, register, register_best
+from .speed import cpu_precision
 from .task import ClassificationTask
 from .tracking import MLflowRun
 
@@ -168,12 +169,6 @@ class CLI(LightningCLI):
         path = runs.run_folder(kwargs["ckpt_path"]) / name
         runs.write_predictions(path, datamodule.predict_files, model, torch.cat(batches))
         print(f"{len(datamodule.predict_files)} images classified: {os.path.relpath(path)}")
-
-
-def cpu_precision() -> str:
-    """bfloat16 where the processor multiplies matrices of it, twice to three times as fast as float32; else float32."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not there before torch 2.11
-    return "bf16-mixed" if capabilities.get("amx_bf16") else "32-true"
 
 
 def quiet() -> None:

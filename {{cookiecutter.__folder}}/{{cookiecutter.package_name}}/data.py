@@ -19,13 +19,9 @@ from .scan import scan
 from .sources import Source, load
 from .splits import split
 
-RANGES: dict[str, tuple[float, float]] = {
-    "batch_size": (1, 2**20),
-    "image_size": (8, 2**12),
-    "num_workers": (0, 2**10),
-    "max_shift": (0, 2**12),
-}
-RANGES |= {"min_area": (0.01, 1), "color_jitter": (0, 1), "erasing": (0, 1), "mixup": (0, 1e3), "cutmix": (0, 1e3)}
+RANGES: dict[str, tuple[float, float]] = {"batch_size": (1, 2**20), "image_size": (8, 2**12), "min_area": (0.01, 1)}
+RANGES |= {"num_workers": (0, 2**10), "max_shift": (0, 2**12), "color_jitter": (0, 1), "erasing": (0, 1)}
+RANGES |= {"mixup": (0, 1e3), "cutmix": (0, 1e3), "cache_gb": (0, 1e6)}
 STATISTICS_OF = 2048  # training images, evenly spaced: more would take seconds
 
 

@@ -37,7 +37,9 @@ class ImageSet(Dataset[Batch]):
         """Images (B, C, size, size) uint8, and labels: (B,) int64, or for multi-label (B, K) float32."""
         rows = self.rows[indices]
         labels = self.labels[rows]
-        return central(self.images[rows].permute(0, 3, 1, 2), self.size), labels.float() if labels.ndim == 2 else labels
+        in_memory = isinstance(self.images, Tensor)
+        images = self.images.index_select(0, rows) if in_memory else self.images[rows]  # ten times as fast as indexing
+        return central(images.permute(0, 3, 1, 2), self.size), labels.float() if labels.ndim == 2 else labels
 
 
 class LazyLoader(DataLoader[Batch]):

@@ -1,7 +1,6 @@
-"""What is learned and how: loss, metrics, optimizer and learning-rate schedule."""
+"""What is learned and how it is judged: loss and metrics."""
 
 import hashlib
-import math
 from typing import Any
 
 import torch
@@ -13,25 +12,13 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MultilabelAccuracy, MultilabelF1Score
 
 from . import UserError, refuse_outside
-from .model import Network, parameter_groups
+from .model import Network
+from .optim import configure
 
 Batch = tuple[Tensor, Tensor]
 
 RANGES = {"width": (1, 2**14), "dropout": (0, 0.99), "lr": (0, 1e3), "weight_decay": (0, 1e3)}
 RANGES |= {"warmup_fraction": (0, 1), "label_smoothing": (0, 0.99)}
-
-
-def warmup_cosine(step: int, total_steps: int, warmup_fraction: float) -> float:
-    """Factor on the learning rate at an optimizer step: linear from 0 to 1, then half a cosine down to 0.
-
-    Depends on nothing but its arguments, so that a resumed run with another `max_epochs` takes up the new schedule.
-    Source: arXiv:1608.03983, equation 5, one cycle; warm-up as in arXiv:1706.02677, section 2.2.
-    """
-    warmup_steps = max(1, round(warmup_fraction * total_steps))
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 class ClassificationTask(LightningModule):
@@ -221,14 +208,4 @@ class ClassificationTask(LightningModule):
         self.log_epoch(self.test_metrics)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        groups = parameter_groups(self.network, self.hparams["weight_decay"])
-        # Not fused: Lightning 2.6 can't clip gradients of a fused optimizer under 16-mixed (pytorch-lightning#21435).
-        optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"])
-        total_steps = self.trainer.estimated_stepping_batches
-        if not math.isfinite(total_steps):
-            raise UserError("The cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps.")
-        warmup_fraction = self.hparams["warmup_fraction"]
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: warmup_cosine(step, int(total_steps), warmup_fraction)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return configure(self.network, self.hparams, self.trainer.estimated_stepping_batches)
