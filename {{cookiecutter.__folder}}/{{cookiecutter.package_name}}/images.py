@@ -27,7 +27,7 @@ MIN_SIDE = 8  # pixels; what the network needs, and less than any picture of som
 # Pillow names these formats, but leaves reading them to other programs, or can't read them at all.
 FOREIGN = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 SUFFIXES = {suffix for suffix, name in Image.registered_extensions().items() if name in Image.OPEN.keys() - FOREIGN}
-FORMATS = sorted(Image.OPEN.keys() - FOREIGN)
+FORMATS = sorted(Image.OPEN.keys() - FOREIGN, key=lambda name: (name not in ("JPEG", "PNG"), name))  # tried in turn
 
 
 def list_images(folder: Path) -> tuple[list[Path], list[Path]]:
