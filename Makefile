@@ -5,7 +5,7 @@ BIN = .venv/bin
 PROJECT = {{cookiecutter.__folder}}
 LOCK = $(PROJECT)/requirements.lock
 
-.PHONY: test demo lint clean
+.PHONY: test demo bench lint clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest
@@ -15,6 +15,11 @@ demo: .venv/installed
 	rm -rf demo
 	$(BIN)/python -m cookiecutter . --no-input --default-config --output-dir demo
 	cd demo/my-lightning-project && ../../$(BIN)/python -m my_lightning_project fit
+
+# Ratios against plain PyTorch, with machine and versions; about 15 minutes.
+bench: .venv/installed
+	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python benchmarks/fit.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -18,7 +18,9 @@ def generate(folder: Path) -> Path:
 
 def describe_machine() -> str:
     """Processor, number of cores and versions, in one line."""
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchvision", "lightning", "pillow"))
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next(line.split(":")[1].strip() for line in lines if "model name" in line)
+    packages = ("torch", "torchvision", "lightning", "pillow", "simplejpeg", "mlflow")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{names[0]}, {os.cpu_count()} cores, {device}; Python {platform.python_version()}, {versions}"
+    return f"{processor}, {os.cpu_count()} cores, {device}; Python {platform.python_version()}, {versions}"

@@ -43,17 +43,17 @@ docstring_parser dotenv editables exceptiongroup fastapi filelock flask flask_co
 fsspec functorch git gitdb gitpython google google_auth graphene graphql graphql_core graphql_relay greenlet gunicorn
 h11 hatchling huey humanfriendly idna importlib_metadata importlib_resources iniconfig ipython isympy itsdangerous
 jinja2 joblib jsonargparse kiwisolver librt lightning lightning_fabric lightning_utilities mako markupsafe matplotlib
-ml_dtypes mlflow mlflow_skinny mlflow_tracing mpl_toolkits mpmath multidict mypy mypy_extensions mypyc narwhals networkx
-numpy nvidia nvidia_cublas nvidia_cuda_cupti nvidia_cuda_nvrtc nvidia_cuda_runtime nvidia_cudnn_cu13 nvidia_cufft
-nvidia_cufile nvidia_curand nvidia_cusolver nvidia_cusparse nvidia_cusparselt_cu13 nvidia_nccl_cu13 nvidia_nvjitlink
-nvidia_nvshmem_cu13 nvidia_nvtx omegaconf onnx onnx_ir onnxruntime onnxscript opentelemetry opentelemetry_api
-opentelemetry_proto opentelemetry_sdk opentelemetry_semantic_conventions optuna packaging pandas pathspec pil pillow pip
-pkg_resources pluggy prettytable propcache protobuf py pyarrow pyasn1 pyasn1_modules pycparser pydantic pydantic_core
-pygments pylab pyparsing pyproject_hooks pytest python_dateutil python_dotenv pytorch_lightning pytz pyyaml requests
-rich ruff scikit_learn scipy setuptools six sklearn skops smmap sqlalchemy sqlparse starlette sympy tensorboard
-tensorboardx threadpoolctl tomli tomlkit torch torchaudio torchgen torchmetrics torchvision tqdm transformers triton
-trove_classifiers typeshed_client typing_extensions typing_inspection tzdata urllib3 uvicorn waitress wandb wcwidth
-werkzeug wheel yaml yarl zipp
+ml_dtypes mlflow mlflow_skinny mlflow_tracing mpl_toolkits mpmath multidict mypy mypy_extensions mypyc narwhals
+networkx numpy nvidia nvidia_cublas nvidia_cuda_cupti nvidia_cuda_nvrtc nvidia_cuda_runtime nvidia_cudnn_cu13
+nvidia_cufft nvidia_cufile nvidia_curand nvidia_cusolver nvidia_cusparse nvidia_cusparselt_cu13 nvidia_nccl_cu13
+nvidia_nvjitlink nvidia_nvshmem_cu13 nvidia_nvtx omegaconf onnx onnx_ir onnxruntime onnxscript opentelemetry
+opentelemetry_api opentelemetry_proto opentelemetry_sdk opentelemetry_semantic_conventions optuna packaging pandas
+pathspec pil pillow pip pkg_resources pluggy prettytable propcache protobuf py pyarrow pyasn1 pyasn1_modules pycparser
+pydantic pydantic_core pygments pylab pyparsing pyproject_hooks pytest python_dateutil python_dotenv pytorch_lightning
+pytz pyyaml requests rich ruff scikit_learn scipy setuptools simplejpeg six sklearn skops smmap sqlalchemy sqlparse
+starlette sympy tensorboard tensorboardx threadpoolctl tomli tomlkit torch torchaudio torchgen torchmetrics torchvision
+tqdm transformers triton trove_classifiers typeshed_client typing_extensions typing_inspection tzdata urllib3 uvicorn
+waitress wandb wcwidth werkzeug wheel yaml yarl zipp
 """
 
 # Names that Windows keeps for devices.
