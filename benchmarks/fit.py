@@ -4,8 +4,9 @@
 
 The network is `Flatten, Linear(784, 256), ReLU, Linear(256, 10)`, the data are random images in FashionMNIST's files:
 50,000 to train, 10,000 to validate, in batches of 128, none augmented; clipping, AdamW and a cosine schedule in both.
-`fit` has metrics, tracking, both checkpoints, early stopping and, in the last line, a point for every step. On one core,
-by turns in one process; the clock counts the processor seconds of a whole epoch, validation included, after the first.
+`fit` has metrics, tracking, both checkpoints, early stopping and, in the last line, a point for every step. On one
+core, by turns in one process; the clock counts the processor seconds of a whole epoch, validation included, after the
+first one.
 Ratios above 1 are in favour of the project.
 """
 

@@ -30,19 +30,27 @@ FILES = [
     "recipe.yaml",
     "requirements.lock",
     "tests/conftest.py",
+    "tests/test_augment.py",
+    "tests/test_backbones.py",
     "tests/test_check.py",
     "tests/test_cli.py",
     "tests/test_data.py",
     "tests/test_export.py",
     "tests/test_images.py",
     "tests/test_model.py",
+    "tests/test_optim.py",
+    "tests/test_own_data.py",
     "tests/test_registry.py",
+    "tests/test_scan.py",
+    "tests/test_sources.py",
+    "tests/test_splits.py",
     "tests/test_task.py",
     "tests/test_tracking.py",
 ]
 
 PACKAGE = """
-__init__ __main__ augment check cli data export images latency model parity registry runs sources task tracking
+__init__ __main__ augment backbones check cli data export images latency listing loader metrics model optim parity
+parser picture registry runs scan sources speed splits task tracking
 """
 
 
@@ -131,11 +139,11 @@ def test_each_file_of_the_package_fits_in_a_head(bake: Bake) -> None:
 
 def test_what_people_edit_can_be_read_in_ten_minutes(bake: Bake) -> None:
     lines = lines_of_package(bake())
-    assert sum(lines[f"{name}.py"] for name in ("model", "data", "augment", "task", "optim")) <= 800
+    assert sum(lines[f"{name}.py"] for name in ("model", "data", "augment", "task", "optim", "metrics")) <= 1000
 
 
 def test_the_package_stays_small(bake: Bake) -> None:
-    assert sum(lines_of_package(bake()).values()) <= 3300
+    assert sum(lines_of_package(bake()).values()) <= 3600
 
 
 def test_ruff_finds_nothing_in_a_project(project: Path) -> None:

@@ -329,12 +329,15 @@ def test_batch_that_can_not_be_learned_is_a_fault(task: ClassificationTask, batc
 # The picture
 
 
-def test_picture_of_a_batch_is_kept(
-    run_check: Callable[..., None], digits: ImageData, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_picture_of_a_batch_is_kept(run_check: Callable[..., None], digits: ImageData) -> None:
     run_check()
-    image = Image.open(io.BytesIO(digits.documents["train_batch.png"]))
-    assert (image.format, (project / "runs" / "check" / "train_batch.png").is_file()) == ("PNG", True)
+    assert Image.open(io.BytesIO(digits.documents["train_batch.png"])).format == "PNG"
+
+
+def test_check_leaves_its_picture_and_the_splits(project: Path, command: Callable[..., str]) -> None:
+    output = command("check", "--onnx.enabled", "false", "--registry.enabled", "false")
+    names = {path.name for path in (project / "runs" / "check").iterdir()}
+    assert (names, "a training batch as the network sees it" in output) == ({"train_batch.png", "split.csv"}, True)
 
 
 def test_picture_shows_the_pixels_of_the_batch() -> None:

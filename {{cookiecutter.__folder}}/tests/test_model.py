@@ -10,6 +10,8 @@ from {{ cookiecutter.package_name }}.data import ImageData
 from {{ cookiecutter.package_name }}.model import Network, Normalize, parameter_groups
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
+GROUPS = {"lr": 1.0, "backbone_lr_factor": 1.0, "layer_decay": 1.0, "weight_decay": 0.1}
+
 
 @pytest.fixture
 def images(digits: ImageData) -> Tensor:
@@ -28,7 +30,7 @@ def test_one_batch_can_be_memorised(digits: ImageData) -> None:
     task = ClassificationTask(width=8, dropout=0.0)
     task.adopt(digits)
     inputs, targets = digits.splits["train"].__getitems__(list(range(32)))
-    optimizer = torch.optim.AdamW(parameter_groups(task.network, 0.0), lr=0.01)
+    optimizer = torch.optim.AdamW(task.network.parameters(), lr=0.01)
     for _ in range(60):
         optimizer.zero_grad()
         task.loss(task(inputs), targets).backward()
@@ -81,12 +83,12 @@ def test_normalization_is_part_of_the_network(task: ClassificationTask) -> None:
 
 
 def test_every_parameter_is_in_one_decay_group(task: ClassificationTask) -> None:
-    grouped = [id(p) for group in parameter_groups(task.network, 0.1) for p in group["params"]]
+    grouped = [id(p) for group in parameter_groups(task.network, GROUPS) for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in task.network.parameters())
 
 
 def test_kernels_and_matrices_alone_decay(task: ClassificationTask) -> None:
-    decay = {id(p): group["weight_decay"] for group in parameter_groups(task.network, 0.1) for p in group["params"]}
+    decay = {id(p): group["weight_decay"] for group in parameter_groups(task.network, GROUPS) for p in group["params"]}
     decaying = {name for name, p in task.network.named_parameters() if decay[id(p)] > 0}
     convolutions = {f"features.{index}.0.weight" for index in range(4)}
     assert decaying == convolutions | {"head.1.weight"}
@@ -94,5 +96,5 @@ def test_kernels_and_matrices_alone_decay(task: ClassificationTask) -> None:
 
 def test_frozen_parameters_are_left_to_no_optimizer(task: ClassificationTask) -> None:
     task.network.features.requires_grad_(False)
-    grouped = [p for group in parameter_groups(task.network, 0.1) for p in group["params"]]
+    grouped = [p for group in parameter_groups(task.network, GROUPS) for p in group["params"]]
     assert len(grouped) == len(list(task.network.head.parameters()))

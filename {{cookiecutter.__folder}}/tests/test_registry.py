@@ -149,6 +149,10 @@ def test_run_holds_the_export_and_its_contract(client: Any, version: Any) -> Non
     assert paths == {"export/model.onnx", "export/contract.json"}
 
 
+def test_run_holds_its_splits_and_a_picture_of_a_batch(client: Any, version: Any) -> None:
+    assert {"split.csv", "train_batch.png"} <= {item.path for item in client.list_artifacts(version.run_id)}
+
+
 def test_run_knows_which_data_it_was_trained_on(client: Any, version: Any) -> None:
     (dataset,) = client.get_run(version.run_id).inputs.dataset_inputs
     assert version.tags["data_hash"].startswith(dataset.dataset.digest)

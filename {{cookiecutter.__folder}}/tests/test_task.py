@@ -10,12 +10,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from sklearn.metrics import f1_score, roc_auc_score
 from torch import Tensor
 from torch.nn import functional as F
 
 from {{ cookiecutter.package_name }} import UserError
 from {{ cookiecutter.package_name }}.data import ImageData
-from {{ cookiecutter.package_name }}.optim import warmup_cosine
+from {{ cookiecutter.package_name }}.optim import cosine
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
 
@@ -166,20 +167,20 @@ def test_learning_rate_counts_optimizer_steps_under_accumulation(fit: Fit) -> No
 
 
 def test_learning_rate_ends_at_0() -> None:
-    assert warmup_cosine(100, 100, 0.1) == pytest.approx(0)
+    assert cosine(100, 100, 0.1) == pytest.approx(0)
 
 
 def test_learning_rate_starts_above_0() -> None:
-    assert warmup_cosine(0, 100, 0.1) == pytest.approx(0.1)
+    assert cosine(0, 100, 0.1) == pytest.approx(0.1)
 
 
 def test_learning_rate_stays_at_0_past_the_end() -> None:
-    assert warmup_cosine(150, 100, 0.1) == pytest.approx(0)
+    assert cosine(150, 100, 0.1) == pytest.approx(0)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_schedule_without_warmup_or_with_nothing_else_stays_within_0_and_1(fraction: float) -> None:
-    assert all(0 <= warmup_cosine(step, 10, fraction) <= 1 for step in range(12))
+    assert all(0 <= cosine(step, 10, fraction) <= 1 for step in range(12))
 
 
 @pytest.mark.filterwarnings("ignore:.max_epochs. was not set")
@@ -404,11 +405,87 @@ def test_metrics_of_several_labels_equal_a_plain_computation() -> None:
         task.measure(metrics, logits[rows], targets[rows])
     marks, hits = logits > 0, (logits > 0) & (targets == 1)
     f1 = 2 * hits.sum(0) / (marks.sum(0) + targets.sum(0))
-    expected = {"val_acc": (marks == targets).float().mean(), "val_f1": f1.mean()}
-    expected["val_loss"] = task.loss(logits, targets)
-    assert {key: float(value) for key, value in metrics.compute().items()} == pytest.approx(
-        {key: float(value) for key, value in expected.items()}, rel=1e-5
-    )
+    expected = {"val_acc": float((marks == targets).float().mean()), "val_f1": float(f1.mean())}
+    expected["val_loss"] = float(task.loss(logits, targets))
+    found = {key: float(value) for key, value in metrics.compute().items()}
+    assert found.pop("val_auroc") == pytest.approx(roc_auc_score(targets, logits.sigmoid()), abs=0.01)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_metrics_of_one_class_equal_a_plain_computation(task: ClassificationTask) -> None:
+    logits, targets = 2 * torch.randn(500, 10), torch.randint(0, 10, (500,))
+    logits[range(500), targets] += 1
+    metrics = task.make_metrics("val")
+    for rows in (slice(0, 300), slice(300, 500)):
+        task.measure(metrics, logits[rows], targets[rows])
+    found = {key: float(value) for key, value in metrics.compute().items()}
+    (confidence, guess), probabilities = logits.softmax(dim=1).max(dim=1), logits.softmax(dim=1)
+    gaps = 0.0
+    for low in range(15):
+        inside = (confidence > low / 15) & (confidence <= (low + 1) / 15)
+        if inside.any():
+            gaps += abs(float((guess == targets)[inside].float().mean() - confidence[inside].mean())) * int(
+                inside.sum()
+            )
+    assert found["val_f1"] == pytest.approx(f1_score(targets, guess, average="macro"), abs=1e-5)
+    assert found["val_auroc"] == pytest.approx(roc_auc_score(targets, probabilities, multi_class="ovr"), abs=0.01)
+    assert found["val_ece"] == pytest.approx(gaps / 500, abs=1e-5)
+
+
+def test_metrics_take_little_memory_in_deterministic_mode(task: ClassificationTask) -> None:
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    torch.use_deterministic_algorithms(True)
+    try:
+        task.measure(task.make_metrics("val"), torch.randn(512, 10), torch.randint(0, 10, (512,)))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # a GiB
+
+
+# What stops a run, and what makes no difference
+
+
+class Broken(ClassificationTask):
+    """Its loss becomes infinite in the second epoch."""
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        broken = self.training and self.current_epoch == 1 and self.trainer.global_step == 7
+        return super().loss(logits, targets) * (float("inf") if broken else 1.0)
+
+
+def test_loss_that_is_not_finite_stops_the_run_at_its_batch(
+    make_trainer: Callable[..., L.Trainer], tmp_path: Path, recipe: dict[str, Any]
+) -> None:
+    best = ModelCheckpoint(dirpath=tmp_path, **recipe["checkpoint"])
+    task, trainer = Broken(width=2), make_trainer(max_epochs=3, callbacks=[best], enable_checkpointing=True)
+    with pytest.raises(UserError, match=r"The loss is inf in epoch 2, batch 2, step 7\. Lower model\.lr"):
+        trainer.fit(task, datamodule=ImageData(batch_size=256))
+    weights = torch.load(tmp_path / "best.ckpt", weights_only=True)["state_dict"]
+    assert trainer.global_step == 7 and all(torch.isfinite(value).all() for value in weights.values())
+    assert all(torch.isfinite(value).all() for value in task.state_dict().values())  # no step was taken
+
+
+def test_accumulated_batches_give_the_weights_of_a_large_batch(make_trainer: Callable[..., L.Trainer]) -> None:
+    weights = []
+    for batch_size, accumulate in ((256, 1), (128, 2)):
+        torch.manual_seed(1)
+        task = ClassificationTask(backbone="mlp", width=2, lr=0.01)
+        trainer = make_trainer(max_epochs=2, accumulate_grad_batches=accumulate)
+        trainer.fit(task, datamodule=ImageData(batch_size=batch_size, max_shift=0))
+        weights.append(torch.cat([value.flatten() for value in task.network.parameters()]))
+    assert torch.allclose(weights[0], weights[1], atol=1e-5)
+
+
+def test_a_compiled_network_has_the_same_checkpoint(digits: ImageData, make_trainer: Callable[..., L.Trainer]) -> None:
+    tasks = [ClassificationTask(width=2, compile=value) for value in (True, False)]
+    for task in tasks:
+        task.adopt(digits)
+    assert tasks[0].network._compiled_call_impl is not None and tasks[1].network._compiled_call_impl is None
+    tasks[1].load_state_dict(tasks[0].state_dict())
+    assert tasks[0].state_dict().keys() == tasks[1].state_dict().keys()
 
 
 def weighted(task: ClassificationTask, choice: str | list[float]) -> ClassificationTask:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 import shutil
 import time
 from typing import Any
@@ -14,7 +13,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from . import ROOT, DataFaults, UserError
-from .images import replace_file
 from .picture import picture
 from .speed import speed
 
@@ -62,7 +60,8 @@ def check(
         refuse([fault for name, batch in batches.items() for fault in check_batch(task, datamodule, name, batch)])
         faults = check_passes(loaders, {**batches, "train": raw})
         refuse(faults + check_gradients(task, batches["train"]) + check_disk(task))
-        show_batch(datamodule, batches["train"])
+        if content := picture(batches["train"][0], batches["train"][1], datamodule.classes):
+            datamodule.documents["train_batch.png"] = content
         for callback in trainer.callbacks:
             if rehearse := getattr(callback, "rehearse", None):
                 start = time.perf_counter()
@@ -188,15 +187,6 @@ def check_memory(task: Any, batch: tuple[Tensor, Tensor]) -> list[str]:
         f"A batch of {len(inputs)} is not learned by heart in {MEMORIZE_STEPS} steps: loss {losses[0]:.3f} to "
         f"{losses[-1]:.3f}. See forward in model.py, the loss in task.py, and whether labels belong to their samples."
     ]
-
-
-def show_batch(datamodule: LightningDataModule, batch: tuple[Tensor, Tensor]) -> None:
-    """Keep a picture of training samples as the network gets them, their labels written below."""
-    if content := picture(*batch, datamodule.classes):
-        datamodule.documents["train_batch.png"] = content
-        path = ROOT / "runs" / "check" / "train_batch.png"
-        replace_file(path, content)
-        print(f"  a training batch as the network sees it: {os.path.relpath(path)}")
 
 
 def describe(tensor: Tensor) -> str:

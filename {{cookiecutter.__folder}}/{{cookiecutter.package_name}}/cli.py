@@ -1,6 +1,5 @@
 """The command line: which model, data and callbacks make a run, what follows it, and how mistakes are answered."""
 
-import difflib
 import logging
 import os
 import sys
@@ -8,7 +7,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 import torch
@@ -22,6 +21,8 @@ from . import PACKAGE, ROOT, UserError, runs
 from .check import check
 from .data import ImageData
 from .export import OnnxExport, export, export_summary
+from .images import replace_file
+from .parser import Parser
 from .registry import Registry, register, register_best
 from .speed import cpu_precision
 from .task import ClassificationTask
@@ -31,22 +32,6 @@ RECIPE = ROOT / "recipe.yaml" if (ROOT / "recipe.yaml").is_file() else PACKAGE /
 
 # What a bare argument means, where it is no checkpoint: `predict photos/`.
 POSITIONAL = {"predict": "--data.predict_dir"}
-
-
-class Parser(LightningArgumentParser):
-    """Answers a mistake in three lines: what is wrong, what may have been meant, where the options are."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        parser = getattr(ex, "subcommand_parser", None) or self
-        options = [option for action in parser._actions for option in action.option_strings]
-        words = [word.split("=")[0] for word in sys.argv[2:] if word.startswith("--")]
-        unknown = [word for word in words if word not in options]
-        close = [match for word in unknown for match in difflib.get_close_matches(word, options, n=1)]
-        print(f"error: {' '.join(message.split())[:400]}", file=sys.stderr)
-        if close:
-            print(f"Did you mean {' '.join(close)}?", file=sys.stderr)
-        print(f"All options: python -m {PACKAGE.name} {sys.argv[1]} --help", file=sys.stderr)
-        sys.exit(2)
 
 
 class Trainer(L.Trainer):
@@ -63,7 +48,12 @@ class CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         ours = {"model", "datamodule"}
-        return {**LightningCLI.subcommands(), "check": ours, "export": ours, "register": ours}
+        return {
+            **LightningCLI.subcommands(),
+            "check": ours,
+            "export": ours,
+            "register": ours,  # a line for each, to be taken out with its file
+        }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("seed_everything", "data.seed")
@@ -125,12 +115,21 @@ class CLI(LightningCLI):
         }
         return super()._instantiate_trainer(config, [item for item in callbacks if on.get(type(item), True)])
 
+    def after_check(self) -> None:
+        """Show what `fit` would keep with its run."""
+        if self.trainer.is_global_zero:
+            for name, content in self.datamodule.documents.items():
+                replace_file(runs.RUNS / "check" / name, content)
+            print(f"  a training batch as the network sees it, and the splits: {os.path.relpath(runs.RUNS / 'check')}")
+
     def before_fit(self) -> None:
         self.started = time.perf_counter()
         if self.config["fit"]["ckpt_path"]:
             trained = self.checkpoint["hyper_parameters"]
             for key, value in self.model.hparams.items():
-                if value != trained.get(key, value):  # Lightning would go on with the old one, without a word
+                if (
+                    value != trained.get(key, value) and key != "compile"
+                ):  # Lightning would go on with the old one, without a word
                     raise UserError(
                         f"model.{key} is {value!r}, but {trained[key]!r} in the checkpoint, which a resumed run keeps. "
                         "Leave it out, or train anew."

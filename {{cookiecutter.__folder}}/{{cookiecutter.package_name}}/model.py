@@ -3,6 +3,8 @@
 Shape letters, the same in every file: B batch, C channels, H height, W width, K classes.
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,13 +70,85 @@ class Network(nn.Module):
         return logits
 
 
-def parameter_groups(network: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for the optimizer: matrices and kernels decay, biases and norm layers (one axis) do not.
+class MLP(nn.Module):
+    """One hidden layer on the flattened inputs, of any shape.
 
-    Decaying a norm layer's scale only changes the effective learning rate (arXiv:1812.01187, section 3.1).
+    Args:
+        input_spec: What the data module yields: `shape`, and `mean` and `std` of each channel.
+        num_classes: Number of logits, K.
+        width: Units of the hidden layer.
     """
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+
+    def __init__(self, input_spec: dict[str, Any], num_classes: int, width: int) -> None:
+        super().__init__()
+        self.normalize = Normalize(input_spec["mean"], input_spec["std"])
+        num_inputs = math.prod(input_spec["shape"])
+        self.features = nn.Sequential(nn.Flatten(), nn.Linear(num_inputs, width), nn.ReLU())
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) uint8 -> (B, K) float32 logits."""
+        logits: Tensor = self.head(self.features(self.normalize(images)))
+        return logits
+
+
+def make_network(options: Mapping[str, Any], pretrained: bool) -> nn.Module:
+    """The network that `options["backbone"]` names; it has the parts `features` and `head`.
+
+    Args:
+        options: Those of the task.
+        pretrained: Whether to load weights that somebody trained on other data.
+
+    Raises:
+        UserError: There is no such network, or no such weights.
+    """
+    name, spec, num_classes = options["backbone"], options["input_spec"], len(options["classes"])
+    if name == "small":
+        return Network(spec, num_classes, options["width"], options["dropout"])
+    if name == "mlp":
+        return MLP(spec, num_classes, width=8 * options["width"])
+    from .backbones import Backbone  # which is not read by those who need none
+
+    return Backbone(name, spec, num_classes, options["dropout"], pretrained)
+
+
+def stages(network: nn.Module) -> list[nn.Module]:
+    """The parts of `network.features`, from the inputs on, that rates and freezing tell apart."""
+
+    def parts(module: nn.Module) -> list[nn.Module]:
+        found = [part for part in module.children() if next(part.parameters(), None) is not None]
+        if len(found) > 2 or not any(isinstance(part, nn.Sequential) for part in found):
+            return found
+        return [inner for part in found for inner in (parts(part) if isinstance(part, nn.Sequential) else [part])]
+
+    return parts(network.get_submodule("features"))
+
+
+def parameter_groups(network: nn.Module, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Groups for the optimizer that hold each parameter once. Matrices and kernels decay, biases and norm layers (one
+    axis) do not: that would only change the effective learning rate (arXiv:1812.01187, section 3.1).
+
+    Args:
+        network: With the parts `features` and `head`.
+        options: `lr`, of the head; `backbone_lr_factor`, that of the rest as a share of it; `layer_decay`, a further
+            factor for each stage on the way from the head to the inputs (arXiv:1801.06146); `weight_decay`.
+    """
+    parts = stages(network)
+    depths = {id(p): len(parts) - row for row, part in enumerate(parts) for p in part.parameters()}  # of the last: 1
+    head = {id(p) for p in network.get_submodule("head").parameters()}
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for parameter in (p for p in network.parameters() if p.requires_grad):
+        factor = 1.0
+        if id(parameter) not in head:
+            factor = options["backbone_lr_factor"] * options["layer_decay"] ** depths.get(id(parameter), len(parts))
+        decay = options["weight_decay"] if parameter.ndim > 1 else 0.0
+        group = {"params": [], "lr": options["lr"] * factor, "weight_decay": decay}
+        groups.setdefault((factor, decay), group)["params"].append(parameter)
+    return list(groups.values())
+
+
+def freeze(network: nn.Module, num_frozen: int) -> None:
+    """Stop the first stages of a network from learning, the statistics of their batch norms included, and let the rest
+    learn. Their gradients are None, so that no optimizer touches them, and none has to be told."""
+    for row, part in enumerate(stages(network)):
+        part.requires_grad_(row >= num_frozen).train(row >= num_frozen)

@@ -1,47 +1,121 @@
 """By which steps the weights change: the optimizer and its learning-rate schedule."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from . import UserError
 from .model import parameter_groups
 
+RANGES: dict[str, tuple[float, float]] = {"lr": (0, 1e3), "weight_decay": (0, 1e3), "momentum": (0, 0.9999)}
+RANGES |= {"warmup_fraction": (0, 1), "backbone_lr_factor": (0, 1), "layer_decay": (0.01, 1)}
+NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 
-def warmup_cosine(step: int, total_steps: int, warmup_fraction: float) -> float:
-    """Factor on the learning rate at an optimizer step: linear from 0 to 1, then half a cosine down to 0.
 
-    Depends on nothing but its arguments, so that a resumed run with another `max_epochs` takes up the new schedule.
-    Source: arXiv:1608.03983, equation 5, one cycle; warm-up as in arXiv:1706.02677, section 2.2.
-    """
-    warmup_steps = max(1, round(warmup_fraction * total_steps))
+def warmup(step: int, total_steps: int, fraction: float) -> float:
+    """Factor on the learning rate: linear from 0 to 1 over a fraction of all steps (arXiv:1706.02677, section 2.2)."""
+    return min(1.0, (step + 1) / max(1, round(fraction * total_steps)))
+
+
+def cosine(step: int, total_steps: int, fraction: float) -> float:
+    """Warm-up, then half a cosine down to 0 (arXiv:1608.03983, equation 5, one cycle)."""
+    warmup_steps = max(1, round(fraction * total_steps))
     if step < warmup_steps:
-        return (step + 1) / warmup_steps
+        return warmup(step, total_steps, fraction)
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def configure(network: nn.Module, options: Mapping[str, Any], total_steps: float) -> OptimizerLRSchedulerConfig:
-    """Optimizer and schedule, as Lightning wants them.
+def onecycle(step: int, total_steps: int, fraction: float) -> float:
+    """Up from 1/25 of the peak and down to 1/25 of 1/10,000 of it, both along half a cosine (arXiv:1708.07120), as
+    `torch.optim.lr_scheduler.OneCycleLR` has it; without its cycle of the momentum."""
+
+    def between(start: float, end: float, share: float) -> float:
+        return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
+
+    top, last = max(fraction, 1e-9) * total_steps - 1, total_steps - 1
+    if step <= top:
+        return between(1 / 25, 1.0, step / top if top > 0 else 1.0)
+    return between(1.0, 1 / 25e4, min(1.0, (step - top) / max(1e-9, last - top)))
+
+
+SCHEDULES: dict[str, Callable[[int, int, float], float]] = {"cosine": cosine, "onecycle": onecycle}
+SCHEDULES |= {"constant": warmup, "plateau": warmup}
+
+
+class PlateauOfPeaks(ReduceLROnPlateau):
+    """Lowers the peaks that a schedule of steps starts from; `ReduceLROnPlateau` by itself lowers rates that the next
+    step of that schedule would set anew."""
+
+    def __init__(self, steps: LambdaLR, **options: Any) -> None:
+        self.steps = steps
+        super().__init__(steps.optimizer, **options)
+
+    def _reduce_lr(self, epoch: int) -> None:
+        self.steps.base_lrs = [max(rate * self.factor, self.min_lrs[0]) for rate in self.steps.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "steps"}  # which has its own
+
+
+def make_optimizer(groups: list[dict[str, Any]], options: Mapping[str, Any], fused: bool) -> Optimizer:
+    """The optimizer that `options["optimizer"]` names: `adamw`, `adam`, `sgd` with Nesterov momentum, `lion` from the
+    package lion-pytorch, or any class of torch.optim by its name there, such as `RMSprop`.
+
+    Args:
+        groups: Parameter groups with their rates.
+        options: `optimizer`, `lr`, `momentum`.
+        fused: Whether one kernel may do the whole step.
+
+    Raises:
+        UserError: There is no such optimizer.
+    """
+    name, lr = options["optimizer"], options["lr"]
+    if name == "lion":
+        try:
+            from lion_pytorch import Lion
+        except ImportError as error:
+            raise UserError("model.optimizer lion needs a package: python -m pip install lion-pytorch") from error
+        optimizer: Optimizer = Lion(groups, lr=lr)
+        return optimizer
+    # Names below torch.optim alone: an option may come out of a checkpoint, and must not choose any code there is.
+    kind = getattr(torch.optim, NAMES.get(name, name.removeprefix("torch.optim.")), None)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer):
+        known = ", ".join([*NAMES, "lion"])
+        raise UserError(f"model.optimizer is {name!r}; expected one of {known}, or a class of torch.optim.")
+    extra: dict[str, Any] = {"fused": fused} if name in NAMES else {}
+    if name == "sgd":
+        extra |= {"momentum": options["momentum"], "nesterov": options["momentum"] > 0}
+    make: Callable[..., Optimizer] = kind
+    return make(groups, lr=lr, **extra)
+
+
+def configure(network: nn.Module, options: Mapping[str, Any], total_steps: float, fused: bool) -> Any:
+    """Optimizer and schedules, as Lightning wants them.
 
     Args:
         network: Its parameters are trained.
-        options: Those of the task: `lr`, `weight_decay`, `warmup_fraction`.
+        options: Those of the task.
         total_steps: Optimizer steps of the whole run.
+        fused: Whether one kernel may do the whole step.
 
     Raises:
-        UserError: The run has no end that the schedule could lead to.
+        UserError: There is no such optimizer or schedule, or the run has no end that the schedule could lead to.
     """
+    name, fraction = options["schedule"], options["warmup_fraction"]
+    if name not in SCHEDULES:
+        raise UserError(f"model.schedule is {name!r}; expected one of {', '.join(SCHEDULES)}.")
     if not math.isfinite(total_steps):
-        raise UserError("The cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps.")
-    # Not fused: Lightning 2.6 can't clip gradients of a fused optimizer under 16-mixed (pytorch-lightning#21435).
-    optimizer = torch.optim.AdamW(parameter_groups(network, options["weight_decay"]), lr=options["lr"])
-    warmup_fraction = options["warmup_fraction"]
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warmup_cosine(step, int(total_steps), warmup_fraction)
-    )
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        raise UserError(f"The {name} schedule needs an end: set trainer.max_epochs or trainer.max_steps.")
+    optimizer = make_optimizer(parameter_groups(network, options), options, fused)
+    steps = LambdaLR(optimizer, lambda step: SCHEDULES[name](step, int(total_steps), fraction))
+    schedules: list[dict[str, Any]] = [{"scheduler": steps, "interval": "step"}]
+    if name == "plateau":
+        plateau = PlateauOfPeaks(steps, factor=0.3, patience=3)
+        schedules.append({"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"})
+    return [optimizer], schedules

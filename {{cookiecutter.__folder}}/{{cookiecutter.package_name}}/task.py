@@ -1,39 +1,46 @@
-"""What is learned and how it is judged: loss and metrics."""
+"""What is learned: the loss, and what happens to a batch in training, validation, test and prediction."""
 
 import hashlib
 from typing import Any
 
 import torch
 from lightning import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MultilabelAccuracy, MultilabelF1Score
+from torchmetrics import MetricCollection
 
-from . import UserError, refuse_outside
-from .model import Network
-from .optim import configure
+from . import UserError, optim, refuse_outside
+from .metrics import counting, make_metrics
+from .model import freeze, make_network, stages
 
 Batch = tuple[Tensor, Tensor]
 
-RANGES = {"width": (1, 2**14), "dropout": (0, 0.99), "lr": (0, 1e3), "weight_decay": (0, 1e3)}
-RANGES |= {"warmup_fraction": (0, 1), "label_smoothing": (0, 0.99)}
+RANGES = optim.RANGES | {"width": (1, 2**14), "dropout": (0, 0.99), "label_smoothing": (0, 0.99)}
+RANGES |= {"unfreeze_every": (0, 1e6)}
 
 
 class ClassificationTask(LightningModule):
-    """Trains a network to tell K classes apart, or, for multi-label data, to say of each of K labels whether it holds.
-    Every argument is an option, and lies in the checkpoint.
+    """Trains a network to tell K classes apart, or to say of each of K labels whether it holds. Every argument is an
+    option, and lies in the checkpoint.
 
     Args:
-        width: Channels of the network's first block.
+        backbone: `small` or `mlp` of model.py, a network of torchvision's such as `resnet18`, or `timm/NAME`.
+        pretrained: Whether a backbone starts with weights trained on ImageNet, and with their normalisation.
+        compile: Whether torch.compile makes the network faster; checkpoints do not change.
+        width: Channels of the small network's first block; an eighth of the hidden units of `mlp`.
         dropout: Share of the features that is dropped before the last layer, in training.
-        lr: Peak learning rate of AdamW.
+        optimizer: `adamw`, `adam`, `sgd` (Nesterov), `lion` (package lion-pytorch), or a class of torch.optim.
+        lr: Peak learning rate, of the head.
+        momentum: Of `sgd`.
+        backbone_lr_factor: Learning rate of all before the head, as a share of `lr`.
+        layer_decay: Further factor on it for each stage on the way from the head to the inputs.
+        unfreeze_every: Stages start frozen and are freed from the last on, one every so many epochs; 0 freezes none.
         weight_decay: Decay of kernels and matrices; biases and norm layers have none.
+        schedule: `cosine`, `onecycle`, `plateau` (on val_loss) or `constant`.
         warmup_fraction: Share of all optimizer steps in which the learning rate rises to its peak.
         label_smoothing: Share of each target that is spread over all classes, in training.
-        class_weights: Weights of the classes in the training loss: `none`; `auto`, so that all classes count alike; or
-            a list of K numbers. For multi-label they weigh the samples that have the label.
+        class_weights: In the training loss: `none`, `auto` (all classes count alike) or a list of K numbers; with
+            several labels, weights of the samples that have the label.
         task: `multiclass` or `multilabel`. Taken from the data; leave it out.
         classes: Class names, in the order of the logits. Taken from the data; leave it out.
         input_spec: Shape, dtype and statistics of the inputs. Taken from the data; leave it out.
@@ -43,10 +50,19 @@ class ClassificationTask(LightningModule):
 
     def __init__(
         self,
+        backbone: str = "small",
+        pretrained: bool = False,
+        compile: bool = False,
         width: int = 32,
         dropout: float = 0.1,
+        optimizer: str = "adamw",
         lr: float = 3e-3,
+        momentum: float = 0.9,
+        backbone_lr_factor: float = 1.0,
+        layer_decay: float = 1.0,
+        unfreeze_every: int = 0,
         weight_decay: float = 0.01,
+        schedule: str = "cosine",
         warmup_fraction: float = 0.1,
         label_smoothing: float = 0.0,
         class_weights: str | list[float] = "none",
@@ -59,15 +75,16 @@ class ClassificationTask(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         if classes:
-            self.build()
+            self.build(pretrained=False)  # the checkpoint that these come from has the weights
 
-    def build(self) -> None:
+    def build(self, pretrained: bool) -> None:
         """Make the network and the metrics for the classes and the inputs that the hyperparameters name."""
         refuse_outside("model", self.hparams, RANGES)
-        spec, num_classes = self.hparams["input_spec"], len(self.hparams["classes"])
-        network = Network(spec, num_classes, self.hparams["width"], self.hparams["dropout"])
-        # The order in memory that convolutions are fastest with, on tensor cores and on processors.
-        self.network = network.to(memory_format=torch.channels_last)
+        self.network = make_network(self.hparams, pretrained).to(
+            memory_format=torch.channels_last
+        )  # fastest to convolve
+        if self.hparams["compile"]:
+            self.network.compile()  # in place, so that the names of the weights stay
         self.loss_weight: Tensor | None
         self.register_buffer("loss_weight", self.choose_weights(), persistent=False)
         self.train_metrics = self.make_metrics("train")
@@ -97,7 +114,7 @@ class ClassificationTask(LightningModule):
         if not self.hparams["classes"]:
             for key in ("task", "classes", "input_spec", "balance", "fingerprint"):
                 self.hparams[key] = getattr(datamodule, key)
-            self.build()
+            self.build(self.hparams["pretrained"])
         shape = self.hparams["input_spec"]["shape"]
         own = f"{self.hparams['task']} classes {self.hparams['classes']} and inputs {shape}"
         other = f"{datamodule.task} classes {datamodule.classes} and inputs {datamodule.input_spec['shape']}"
@@ -108,18 +125,14 @@ class ClassificationTask(LightningModule):
             )
 
     def setup(self, stage: str) -> None:
-        if stage == "predict":  # files to predict are read to the checkpoint's shape, and have no classes of their own
-            return
-        self.adopt(self.trainer.datamodule)
+        if stage != "predict":  # files to predict are read to the checkpoint's shape, and have no classes
+            self.adopt(self.trainer.datamodule)
         if stage == "fit":
             self.refuse_other_data(self.trainer.datamodule)
 
     def refuse_other_data(self, datamodule: LightningDataModule) -> None:
-        """For what is only true of the data that a checkpoint was trained on: going on, and the metrics on record.
-
-        Raises:
-            UserError: A file or the split has changed since.
-        """
+        """Raise UserError if a file or the split has changed since: going on, and metrics on record, are for the data
+        that the checkpoint was trained on."""
         if self.hparams["fingerprint"] != datamodule.fingerprint:
             raise UserError(
                 f"This checkpoint was trained on data {self.hparams['fingerprint']}, the data now is "
@@ -147,38 +160,34 @@ class ClassificationTask(LightningModule):
         return losses.mean()
 
     def make_metrics(self, split: str) -> MetricCollection:
-        """Metrics of one split, under the names `{split}_loss`, `{split}_acc`, ...: add yours here.
-
-        Each receives, by name, those it asks for of: `value` (the batch's mean loss) and `weight` (its size), so that
-        losses are averaged over samples; `preds` (B, K) logits and `target` (B,), or for multi-label (B, K), int64.
-        """
-        num_classes = len(self.hparams["classes"])
-        metrics: dict[str, Metric | MetricCollection] = {"loss": MeanMetric()}
-        if self.hparams["task"] == "multilabel":
-            metrics["acc"] = MultilabelAccuracy(num_classes, average="micro")
-            metrics["f1"] = MultilabelF1Score(num_classes, average="macro")
-        else:
-            metrics["acc"] = MulticlassAccuracy(num_classes, average="micro")
-        return MetricCollection(metrics, prefix=f"{split}_")
+        """Metrics of `train`, `val` or `test`: see metrics.py."""
+        return make_metrics(self.hparams["task"], len(self.hparams["classes"]), split)
 
     def measure(self, metrics: MetricCollection, logits: Tensor, targets: Tensor) -> Tensor:
-        """Add a batch to the metrics and return its loss, with gradients."""
+        """Add a batch to the metrics; returns its loss, with gradients."""
         loss = self.loss(logits, targets)
         if self.hparams["task"] == "multilabel":
             hard = (targets >= 0.5).long()
         else:
             hard = targets.argmax(dim=1) if targets.ndim == 2 else targets  # of a mixed sample, the larger share
-        metrics.update(value=loss.detach(), weight=len(targets), preds=logits.detach(), target=hard)
+        with counting():
+            metrics.update(value=loss.detach(), weight=len(targets), preds=logits.detach(), target=hard)
         return loss
 
     def on_train_epoch_start(self) -> None:
         """Dropout and augmentation draw from (seed, epoch, rank), so that a resumed run draws what it would have."""
         key = f"{self.trainer.datamodule.hparams['seed']}/{self.current_epoch}/{self.global_rank}"
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little"))
+        if every := self.hparams["unfreeze_every"]:
+            freeze(self.network, len(stages(self.network)) - self.current_epoch // every)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         inputs, targets = batch
-        return self.measure(self.train_metrics, self(inputs), targets)
+        loss = self.measure(self.train_metrics, self(inputs), targets)
+        if not torch.isfinite(loss):
+            place = f"epoch {self.current_epoch + 1}, batch {batch_idx}, step {self.global_step}"
+            raise UserError(f"The loss is {loss.item()} in {place}. Lower model.lr, or look at these samples.")
+        return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         inputs, targets = batch
@@ -207,5 +216,7 @@ class ClassificationTask(LightningModule):
     def on_test_epoch_end(self) -> None:
         self.log_epoch(self.test_metrics)
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        return configure(self.network, self.hparams, self.trainer.estimated_stepping_batches)
+    def configure_optimizers(self) -> Any:
+        # Lightning 2.6 can't clip gradients of a fused optimizer under 16-mixed (pytorch-lightning#21435).
+        fused = self.trainer.precision not in ("16-mixed", "bf16-mixed") or not self.trainer.gradient_clip_val
+        return optim.configure(self.network, self.hparams, self.trainer.estimated_stepping_batches, fused)

@@ -1,0 +1,56 @@
+"""How predictions are judged. Add a metric here."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassCalibrationError,
+    MulticlassF1Score,
+    MultilabelAccuracy,
+    MultilabelAUROC,
+    MultilabelF1Score,
+)
+
+THRESHOLDS = 200  # of the curve that AUROC is the area of; all of them would need every prediction in memory
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """For adding batches to metrics. In deterministic mode, torchmetrics counts by comparing each prediction with each
+    bin, which takes gigabytes; whole numbers add up to the same in any order."""
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+
+
+def make_metrics(task: str, num_classes: int, split: str) -> MetricCollection:
+    """Metrics of one split, under the names `{split}_loss`, `{split}_acc`, ...; of training the cheap ones alone.
+
+    Each receives, by name, those it asks for of: `value` (the batch's mean loss) and `weight` (its size), so that
+    losses are averaged over samples; `preds` (B, K) logits and `target` (B,), or for multi-label (B, K), int64.
+
+    Args:
+        task: `multiclass` or `multilabel`.
+        num_classes: K.
+        split: `train`, `val` or `test`.
+    """
+    metrics: dict[str, Metric | MetricCollection] = {"loss": MeanMetric()}
+    if task == "multilabel":
+        metrics["acc"] = MultilabelAccuracy(num_classes, average="micro")
+        if split != "train":
+            metrics["f1"] = MultilabelF1Score(num_classes, average="macro")
+            metrics["auroc"] = MultilabelAUROC(num_classes, thresholds=THRESHOLDS)
+    else:
+        metrics["acc"] = MulticlassAccuracy(num_classes, average="micro")
+        if split != "train":
+            metrics["f1"] = MulticlassF1Score(num_classes, average="macro")
+            metrics["auroc"] = MulticlassAUROC(num_classes, thresholds=THRESHOLDS)
+            metrics["ece"] = MulticlassCalibrationError(num_classes)  # expected calibration error, in 15 bins
+    return MetricCollection(metrics, prefix=f"{split}_")
