@@ -87,16 +87,12 @@ class ClassificationTask(LightningModule):
             self.network.compile()  # in place, so that the names of the weights stay
         self.loss_weight: Tensor | None
         self.register_buffer("loss_weight", self.choose_weights(), persistent=False)
-        self.train_metrics = self.make_metrics("train")
-        self.val_metrics = self.make_metrics("val")
+        self.train_metrics, self.val_metrics = self.make_metrics("train"), self.make_metrics("val")
         self.test_metrics = self.make_metrics("test")
 
     def choose_weights(self) -> Tensor | None:
-        """(K,) float32 weights of the classes in the training loss, or None where they all count 1.
-
-        Raises:
-            UserError: There is not one number above 0 for each class.
-        """
+        """(K,) float32 weights of the classes in the training loss, or None where they all count 1; UserError if there
+        is not one number above 0 for each."""
         choice, num_classes = self.hparams["class_weights"], len(self.hparams["classes"])
         if choice == "none":
             return None
