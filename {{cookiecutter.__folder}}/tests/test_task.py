@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from {{ cookiecutter.package_name }} import UserError
 from {{ cookiecutter.package_name }}.data import ImageData
 from {{ cookiecutter.package_name }}.optim import cosine
+from {{ cookiecutter.package_name }}.resume import ResumePoint
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
 
@@ -125,7 +126,7 @@ def test_resumed_run_gives_the_weights_of_one_without_interruption(
     fit: Fit, recipe: dict[str, Any], tmp_path: Path, num_workers: int
 ) -> None:
     straight, _ = fit(num_workers=num_workers, max_epochs=4)
-    last = ModelCheckpoint(dirpath=tmp_path, **recipe["last"])
+    last = ResumePoint(dirpath=str(tmp_path), **recipe["last"])
     options = {"max_epochs": 4, "num_workers": num_workers, "enable_checkpointing": True}
     fit(**options, callbacks=[last, StopAfter(2)])
     resumed, _ = fit(**options, callbacks=[last], ckpt_path=tmp_path / "last.ckpt")
@@ -137,7 +138,7 @@ def test_resumed_run_without_random_draws_gives_the_weights_of_one_without_inter
 ) -> None:
     options = {"max_epochs": 4, "max_shift": 0, "task": {"dropout": 0.0}}
     straight, _ = fit(**options)
-    last = ModelCheckpoint(dirpath=tmp_path, **recipe["last"])
+    last = ResumePoint(dirpath=str(tmp_path), **recipe["last"])
     fit(**options, enable_checkpointing=True, callbacks=[last, StopAfter(2)])
     resumed, _ = fit(**options, enable_checkpointing=True, callbacks=[last], ckpt_path=tmp_path / "last.ckpt")
     assert torch.equal(weights(resumed), weights(straight))
@@ -278,7 +279,7 @@ def test_best_checkpoint_is_the_one_of_the_lowest_val_loss(fit: Fit, recipe: dic
 
 
 def test_last_checkpoint_is_the_one_of_the_last_epoch(fit: Fit, recipe: dict[str, Any], tmp_path: Path) -> None:
-    last = ModelCheckpoint(dirpath=tmp_path, **recipe["last"])
+    last = ResumePoint(dirpath=str(tmp_path), **recipe["last"])
     fit(max_epochs=4, enable_checkpointing=True, callbacks=[last, Sabotage(epoch=2)], task={"lr": 0.03})
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 3
 
@@ -290,7 +291,7 @@ def test_training_stops_when_val_loss_no_longer_improves(fit: Fit, recipe: dict[
 
 
 def test_checkpoint_of_an_epoch_holds_the_weights_at_its_end(fit: Fit, recipe: dict[str, Any], tmp_path: Path) -> None:
-    last = ModelCheckpoint(dirpath=tmp_path, **recipe["last"])
+    last = ResumePoint(dirpath=str(tmp_path), **recipe["last"])
     task, _ = fit(max_epochs=2, enable_checkpointing=True, callbacks=[last])
     loaded = ClassificationTask.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     assert torch.equal(weights(loaded), weights(task))

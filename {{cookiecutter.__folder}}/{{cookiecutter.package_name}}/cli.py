@@ -24,6 +24,7 @@ from .export import OnnxExport, export, export_summary
 from .images import replace_file
 from .parser import Parser
 from .registry import Registry, register, register_best
+from .resume import DurableIO, ResumePoint
 from .speed import cpu_precision
 from .task import ClassificationTask
 from .tracking import MLflowRun
@@ -62,7 +63,7 @@ class CLI(LightningCLI):
         parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
         parser.add_lightning_class_args(EarlyStopping, "early_stopping")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")  # the first one is the Trainer's own: the best
-        parser.add_lightning_class_args(ModelCheckpoint, "last")
+        parser.add_lightning_class_args(ResumePoint, "last")
         parser.add_lightning_class_args(OnnxExport, "onnx")  # not "export": the command has the name
         parser.add_lightning_class_args(Registry, "registry")
 
@@ -108,11 +109,12 @@ class CLI(LightningCLI):
             config["enable_progress_bar"] = False
             callbacks.append(runs.EpochLine())
         on = {
-            ModelCheckpoint: config["enable_checkpointing"] is not False,
+            **dict.fromkeys((ModelCheckpoint, ResumePoint), config["enable_checkpointing"] is not False),
             EarlyStopping: fitting,
             TQDMProgressBar: config["enable_progress_bar"] is not False,
             LearningRateMonitor: fitting and config["logger"] is not False,
         }
+        config["plugins"] = [*(config["plugins"] or []), DurableIO()]
         return super()._instantiate_trainer(config, [item for item in callbacks if on.get(type(item), True)])
 
     def after_check(self) -> None:
@@ -179,6 +181,7 @@ def quiet() -> None:
         ".*isinstance.treespec, LeafSpec.*",  # Lightning's own use of torch
         ".*It is recommended to use .self.log.*sync_dist=True.*",  # torchmetrics has synchronised it already
         ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its folder
+        ".*ended before the epoch ended and your dataloader is not resumable.*",  # ours is, see resume.py
         "Image size .* exceeds limit.*",  # such a file is refused, by name
         ".*callbacks used to create the checkpoint need to be provided.*",  # only to train on, not to measure or export
     ):

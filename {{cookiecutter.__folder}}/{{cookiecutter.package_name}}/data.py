@@ -15,6 +15,7 @@ from .augment import augment, choose, mix
 from .images import RULE, channel_statistics, combine_hashes, list_images
 from .listing import SPLITS
 from .loader import Batch, ImageSet, LazyLoader, choose_num_workers, sample_weights, training_order
+from .resume import Remaining, seed_batch
 from .scan import scan
 from .sources import Source, load
 from .splits import split
@@ -169,12 +170,11 @@ class ImageData(L.LightningDataModule):
         """Batches of one split; of this process's share of it where several devices work together."""
         split, seed = self.splits[name], self.hparams["seed"]
         world_size, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
-        sampler: Sampler[int] | range = range(
-            rank, len(split), world_size
-        )  # without padding, so that metrics are exact
+        sampler: Sampler[int] | range = range(rank, len(split), world_size)  # unpadded: metrics are exact
         if name == "train":
             weights = sample_weights(split, self.class_counts) if self.hparams["balanced"] else None
-            sampler = training_order(split, self.hparams["batch_size"], world_size, rank, seed, weights)
+            order = training_order(split, self.hparams["batch_size"], world_size, rank, seed, weights)
+            sampler = Remaining(order, self.trainer, self.hparams["batch_size"])
         cuda = bool(self.trainer) and isinstance(self.trainer.accelerator, CUDAAccelerator)
         num_workers = self.hparams["num_workers"]
         if num_workers is None:
@@ -214,4 +214,7 @@ class ImageData(L.LightningDataModule):
         return images, targets
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        return self.augment(batch) if self.trainer and self.trainer.training else batch
+        if self.trainer and self.trainer.training:
+            seed_batch(self.trainer, self.hparams["seed"])
+            batch = self.augment(batch)
+        return batch

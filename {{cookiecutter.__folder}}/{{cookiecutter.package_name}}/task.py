@@ -1,6 +1,5 @@
 """What is learned: the loss, and what happens to a batch in training, validation, test and prediction."""
 
-import hashlib
 from typing import Any
 
 import torch
@@ -170,12 +169,17 @@ class ClassificationTask(LightningModule):
             metrics.update(value=loss.detach(), weight=len(targets), preds=logits.detach(), target=hard)
         return loss
 
-    def on_train_epoch_start(self) -> None:
-        """Dropout and augmentation draw from (seed, epoch, rank), so that a resumed run draws what it would have."""
-        key = f"{self.trainer.datamodule.hparams['seed']}/{self.current_epoch}/{self.global_rank}"
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little"))
+    def free_stages(self) -> None:
+        """Let those stages learn that are to in this epoch."""
         if every := self.hparams["unfreeze_every"]:
             freeze(self.network, len(stages(self.network)) - self.current_epoch // every)
+
+    def on_train_start(self) -> None:
+        self.free_stages()
+
+    def on_train_epoch_start(self) -> None:  # not called where a run goes on within an epoch
+        self.free_stages()
+        self.train_metrics.reset()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         inputs, targets = batch

@@ -1,0 +1,101 @@
+"""Resuming within an epoch, and checkpoints that reach the disk whole or not at all."""
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from {{ cookiecutter.package_name }} import UserError
+from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.resume import DurableIO, ResumePoint
+from {{ cookiecutter.package_name }}.task import ClassificationTask
+
+
+class Terminate(L.Callback):
+    """Sends a real SIGTERM to this process while a given batch of the second epoch is trained on."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.current_epoch == 1 and batch_idx == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class History(Checkpoint):
+    """Keeps the metrics of each epoch. Called like a checkpoint, after the task has logged them."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def on_train_epoch_end(self, trainer, pl_module) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.rows[trainer.current_epoch] = metrics
+
+
+@pytest.fixture
+def fit(make_trainer: Callable[..., L.Trainer]) -> Callable[..., tuple[list[Tensor], dict[int, dict[str, float]]]]:
+    """Trains for three epochs of five batches; returns all tensors of network and optimizer, and the metrics."""
+
+    def run(
+        *callbacks: L.Callback, ckpt_path: Path | None = None, num_workers: int = 0, mixup: float = 0.0, **options: Any
+    ) -> tuple[list[Tensor], dict[int, dict[str, float]]]:
+        L.seed_everything(1, workers=True, verbose=False)
+        datamodule = ImageData(batch_size=256, seed=1, num_workers=num_workers, mixup=mixup)
+        history, model = History(), ClassificationTask(width=4, dropout=0.3)
+        trainer = make_trainer(
+            max_epochs=3, callbacks=[history, *callbacks], enable_checkpointing=True, plugins=[DurableIO()], **options
+        )
+        trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+        state = trainer.optimizers[0].state_dict()["state"]
+        tensors = [*model.network.state_dict().values(), *(t for item in state.values() for t in item.values())]
+        return tensors, history.rows
+
+    return run
+
+
+@pytest.mark.parametrize("batch", [0, 2, 4])  # 4 is the last one: the epoch is then ended first
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"mixup": 0.2}])
+def test_a_run_stopped_within_an_epoch_goes_on_to_the_same_bits(
+    fit: Callable[..., Any], tmp_path: Path, batch: int, options: dict[str, Any]
+) -> None:
+    tensors, rows = fit(ResumePoint(dirpath=str(tmp_path / "whole")), **options)
+    with pytest.raises(SIGTERMException):
+        fit(ResumePoint(dirpath=str(tmp_path)), Terminate(batch), **options)
+    resumed, later = fit(
+        ResumePoint(dirpath=str(tmp_path)), ckpt_path=tmp_path / "last.ckpt", num_workers=2 * (batch == 2), **options
+    )
+    assert all(map(torch.equal, resumed, tensors))
+    assert later == {epoch: rows[epoch] for epoch in ((2,) if batch == 4 else (1, 2))}
+
+
+def test_a_point_is_written_within_an_epoch_when_its_time_has_come(fit: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(SIGTERMException):
+        fit(ResumePoint(minutes=0, dirpath=str(tmp_path)), Terminate(3))
+    steps = [torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["global_step"] for name in ("previous", "last")]
+    assert steps == [9, 9]  # after four of the second epoch's batches: by the clock, and again by the signal
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_names_the_cause(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "last.ckpt"
+    DurableIO().save_checkpoint({"kept": torch.ones(10)}, path)
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        with pytest.raises(UserError, match=os.strerror(errno.EFBIG)):
+            DurableIO().save_checkpoint({"large": torch.ones(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "kept" in torch.load(path, weights_only=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]

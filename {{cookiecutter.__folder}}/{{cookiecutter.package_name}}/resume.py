@@ -1,0 +1,171 @@
+"""Stopping and going on: when a resume point is written, how it reaches the disk, and what a resumed run draws."""
+
+import errno
+import hashlib
+import io
+import os
+import random
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import LightningModule, Trainer
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DistributedSampler, Sampler
+
+from . import UserError
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
+
+
+def done_batches(trainer: Trainer) -> int:
+    """Batches of this epoch that training has finished; while a batch is on its way to the network, its index."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def seed_batch(trainer: Trainer, seed: int) -> None:
+    """Augmentation and dropout draw from (seed, epoch, batch, rank), so that a resumed run draws what it would have."""
+    key = f"{seed}/{trainer.current_epoch}/{done_batches(trainer)}/{trainer.global_rank}"
+    value = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(value)  # torch.manual_seed takes ten times as long without CUDA
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
+
+
+class Remaining(Sampler[int]):
+    """What an order leaves to be done of its epoch. Its length is that of the whole epoch, which Lightning counts by.
+
+    Args:
+        order: Indices as a function of the epoch.
+        trainer: Knows, when the epoch's first batch is asked for, how many are done; None leaves out nothing.
+        batch_size: Samples in each of these.
+    """
+
+    def __init__(self, order: DistributedSampler[int], trainer: Trainer | None, batch_size: int) -> None:
+        self.order, self.trainer, self.batch_size = order, trainer, batch_size
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        done = done_batches(self.trainer) if self.trainer else 0
+        return islice(iter(self.order), done * self.batch_size, None)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order.set_epoch(epoch)
+
+
+class DurableIO(TorchCheckpointIO):
+    """Leaves the old file or the new one, whatever happens: written beside the target, flushed to disk, renamed.
+    Lightning's own goes through TMPDIR, and destroys the old file where that is another file system."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Raises:
+        UserError: The disk is full, a limit is reached, or the folder can't be written to.
+        """
+        target, buffer = Path(path), io.BytesIO()
+        torch.save(checkpoint, buffer)  # first, because PyTorch hides why it could not write a file
+        part = target.with_name(f".{target.name}.part")  # takes the place of one that a killed process left
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                file.write(buffer.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+            folder = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if part.exists():
+                part.unlink()
+            still = "its older version is still good" if target.exists() else "there is no older version of it"
+            raise UserError(
+                f"{target} can't be written: {os.strerror(error.errno)}; {still}. It needs "
+                f"{len(buffer.getbuffer()) / 2**20:.1f} MB: free them, or allow writing there."
+            ) from error
+
+
+class ResumePoint(Checkpoint):
+    """Keeps `last.ckpt`, from which a stopped run goes on, and `previous.ckpt`, the one before.
+
+    Written at each epoch's end, every few minutes within it, and on SIGTERM; but not after an epoch's last batch, for
+    Lightning 2.6 would then skip its validation on resuming, nor between the batches of one accumulated step.
+
+    Args:
+        minutes: Time between two resume points within an epoch; how much a kill can cost.
+        dirpath: Folder; by default the run's.
+    """
+
+    def __init__(self, minutes: float = 10.0, dirpath: str | None = None) -> None:
+        self.minutes, self.dirpath = minutes, dirpath
+        self.saved = time.monotonic()
+
+    def save(self, trainer: Trainer) -> None:
+        last = Path(str(self.dirpath)) / "last.ckpt"
+        if trainer.is_global_zero and last.is_file():
+            link = last.with_name(".previous.ckpt.part")
+            link.unlink(missing_ok=True)
+            link.hardlink_to(last)  # so that at no moment there is none
+            link.replace(last.with_name("previous.ckpt"))
+        trainer.save_checkpoint(last)
+        self.saved = time.monotonic()
+
+    def may_stop(self, trainer: Trainer) -> bool:
+        """Whether training would go on exactly from here, within an epoch."""
+        done = done_batches(trainer)
+        return 0 < done < trainer.num_training_batches and done % trainer.accumulate_grad_batches == 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.saved = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        due = trainer.strategy.broadcast(time.monotonic() - self.saved >= 60 * self.minutes)  # all ranks, or none
+        if due and self.may_stop(trainer):
+            self.save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and trainer.training and self.may_stop(trainer):
+            self.save(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Note what the epoch's metrics have counted so far, on each device: (world_size, ...) each."""
+        metrics: Any = pl_module.train_metrics
+        list(metrics.items())  # shares the state of metrics that are computed together
+        metrics.persistent(True)
+        state = {key: value.detach().clone() for key, value in metrics.state_dict().items()}
+        metrics.persistent(False)
+        gathered = {key: trainer.strategy.all_gather(value) for key, value in state.items()}
+        checkpoint["train_metrics"] = {
+            key: value if trainer.world_size > 1 else value.unsqueeze(0) for key, value in gathered.items()
+        }
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit":
+            return
+        states, metrics = checkpoint.get("train_metrics", {}), pl_module.train_metrics
+        if any(len(value) != trainer.world_size for value in states.values()):
+            raise UserError(
+                f"This resume point was written on {len(next(iter(states.values())))} devices, and the run now has "
+                f"{trainer.world_size}: they would draw other samples. Set --trainer.devices as it was, or train anew."
+            )
+        metrics.persistent(True)  # type: ignore[union-attr, operator]
+        metrics.load_state_dict({key: value[trainer.global_rank] for key, value in states.items()}, strict=False)  # type: ignore[union-attr, operator]
+        metrics.persistent(False)  # type: ignore[union-attr, operator]
