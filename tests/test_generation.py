@@ -41,6 +41,7 @@ FILES = [
     "tests/test_optim.py",
     "tests/test_own_data.py",
     "tests/test_registry.py",
+    "tests/test_resume.py",
     "tests/test_scan.py",
     "tests/test_sources.py",
     "tests/test_splits.py",
@@ -50,7 +51,7 @@ FILES = [
 
 PACKAGE = """
 __init__ __main__ augment backbones check cli data export images latency listing loader metrics model optim parity
-parser picture registry runs scan sources speed splits task tracking
+parser picture registry resume runs scan sources speed splits task tracking
 """
 
 
@@ -143,7 +144,7 @@ def test_what_people_edit_can_be_read_in_ten_minutes(bake: Bake) -> None:
 
 
 def test_the_package_stays_small(bake: Bake) -> None:
-    assert sum(lines_of_package(bake()).values()) <= 3600
+    assert sum(lines_of_package(bake()).values()) <= 3800
 
 
 def test_ruff_finds_nothing_in_a_project(project: Path) -> None:

@@ -296,6 +296,14 @@ def test_network_without_anything_to_train_is_a_fault(task: ClassificationTask, 
     ]
 
 
+def test_network_that_fails_on_a_batch_is_named_before_training(
+    digits: ImageData, make_trainer: Callable[..., L.Trainer]
+) -> None:
+    task = ClassificationTask(backbone="vit_b_32")  # takes images of 224 pixels alone
+    with pytest.raises(UserError, match="The network fails on a batch: .*See model.py, or --model.backbone"):
+        check(make_trainer(max_epochs=1), task, digits)
+
+
 def test_frozen_parameter_needs_no_gradient(task: ClassificationTask, batch: tuple[Tensor, Tensor]) -> None:
     task.network.forgotten = nn.Linear(2, 2).requires_grad_(False)
     assert check_gradients(task, batch) == []

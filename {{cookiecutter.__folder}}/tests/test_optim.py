@@ -82,6 +82,12 @@ def test_what_is_no_optimizer_is_refused(name: str) -> None:
         make_optimizer(groups(), {**OPTIONS, "optimizer": name}, fused=False)
 
 
+@pytest.mark.parametrize("name", ["LBFGS", "Muon"])
+def test_optimizers_that_do_not_fit_are_refused(task: ClassificationTask, name: str) -> None:
+    with pytest.raises(UserError, match=f"model.optimizer {name} can't train this network: .* Take another"):
+        make_optimizer(parameter_groups(task.network, OPTIONS), {**OPTIONS, "optimizer": name}, fused=False)
+
+
 def test_lion_takes_steps_of_the_sign() -> None:
     lion_pytorch = pytest.importorskip("lion_pytorch")
     optimizer = make_optimizer(parts := groups(), {**OPTIONS, "optimizer": "lion"}, fused=False)
@@ -229,3 +235,15 @@ def test_a_frozen_stage_keeps_its_weights(task: ClassificationTask, digits: Imag
 def test_rate_of_a_freed_stage_is_that_of_the_schedule(train: Callable[..., Rates]) -> None:
     frozen, free = train(3, unfreeze_every=1, backbone_lr_factor=0.5), train(3, backbone_lr_factor=0.5)
     assert frozen.rates == free.rates
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_false"])
+def test_freeing_stages_on_several_devices_needs_the_strategy_that_allows_it(
+    task: ClassificationTask, make_trainer: Callable[..., L.Trainer], strategy: str
+) -> None:
+    task.hparams["unfreeze_every"] = 1
+    task.trainer = make_trainer(max_epochs=1, devices=2, strategy=strategy)
+    with pytest.raises(UserError, match="unfreeze_every needs --trainer.strategy ddp_find_unused_parameters_true"):
+        task.on_train_start()
+    task.trainer = make_trainer(max_epochs=1, devices=2, strategy="ddp_find_unused_parameters_true")
+    task.on_train_start()

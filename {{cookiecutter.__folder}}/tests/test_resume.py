@@ -1,10 +1,14 @@
 """Resuming within an epoch, and checkpoints that reach the disk whole or not at all."""
 
 import errno
+import itertools
+import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -17,6 +21,7 @@ from torch import Tensor
 from {{ cookiecutter.package_name }} import UserError
 from {{ cookiecutter.package_name }}.data import ImageData
 from {{ cookiecutter.package_name }}.resume import DurableIO, ResumePoint
+from {{ cookiecutter.package_name }}.runs import load_checkpoint
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
 
@@ -99,3 +104,52 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_names_the_cause(tmp_path: Pat
         signal.signal(signal.SIGXFSZ, ignored)
     assert "kept" in torch.load(path, weights_only=True)
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    DurableIO().save_checkpoint({"weights": torch.ones(1000)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.ones(100).numpy().tobytes()) + 50] ^= 1
+    path.write_bytes(content)
+    assert not torch.load(path, weights_only=True)["weights"].eq(1).all()  # PyTorch takes it as it is
+    with pytest.raises(UserError, match="last.ckpt can't be read as a checkpoint: wrong checksum"):
+        load_checkpoint(str(path))
+
+
+def test_each_batch_has_draws_of_its_own(make_trainer: Callable[..., L.Trainer]) -> None:
+    seen: list[Tensor] = []
+
+    class Keep(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+            seen.append(batch[0])
+
+    datamodule = ImageData(batch_size=256)
+    datamodule.setup("fit")
+    images = datamodule.splits["train"].images
+    datamodule.splits["train"].images = images[:1].expand_as(images)  # one picture: what differs is drawn
+    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[Keep()])
+    trainer.fit(ClassificationTask(width=1), datamodule=datamodule)
+    assert len(seen) == 10 and not any(torch.equal(one, two) for one, two in itertools.combinations(seen, 2))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("data.batch_size", "128"), ("data.max_shift", "0"), ("model.lr", "0.1")]
+)
+def test_a_resume_that_would_mix_two_runs_is_refused(
+    trained: SimpleNamespace, command: Callable[..., str], option: str, value: str
+) -> None:
+    with pytest.raises(SystemExit, match=f"{option} is .* in the checkpoint, which a resumed run keeps"):
+        command("fit", "--ckpt_path", str(trained.last), f"--{option}", value, "--trainer.max_epochs", "9")
+
+
+def test_averaged_weights_are_the_ones_that_are_measured(
+    project: Path, command: Callable[..., str], small_fit: Callable[..., str]
+) -> None:
+    before = set((project / "runs").glob("20*"))
+    average = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging", "--trainer.callbacks.decay=0.5"]
+    small_fit(*average, "--trainer.max_epochs", "3")
+    (folder,) = set((project / "runs").glob("20*")) - before
+    metrics = json.loads((folder / "metrics.json").read_text())
+    output = command("test", str(folder / "checkpoints" / "best.ckpt"))
+    assert re.search(r"test_loss\D+([\d.]+)", output).group(1)[:6] == f"{metrics['test_loss']:.6f}"[:6]

@@ -57,9 +57,13 @@ def check(
         task.adopt(datamodule)
         batches = {name: next(iter(loader)) for name, loader in loaders.items()}
         raw, batches["train"] = batches["train"], datamodule.augment(batches["train"])
-        refuse([fault for name, batch in batches.items() for fault in check_batch(task, datamodule, name, batch)])
-        faults = check_passes(loaders, {**batches, "train": raw})
-        refuse(faults + check_gradients(task, batches["train"]) + check_disk(task))
+        try:
+            faults += [fault for name, batch in batches.items() for fault in check_batch(task, datamodule, name, batch)]
+            refuse(faults)
+            faults += check_gradients(task, batches["train"])
+        except (RuntimeError, TypeError, ValueError, AssertionError, IndexError) as error:  # what a network may raise
+            raise UserError(f"The network fails on a batch: {error} See model.py, or --model.backbone.") from error
+        refuse(faults + check_passes(loaders, {**batches, "train": raw}) + check_disk(task))
         if content := picture(batches["train"][0], batches["train"][1], datamodule.classes):
             datamodule.documents["train_batch.png"] = content
         for callback in trainer.callbacks:

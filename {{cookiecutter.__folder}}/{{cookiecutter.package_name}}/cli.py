@@ -127,18 +127,19 @@ class CLI(LightningCLI):
     def before_fit(self) -> None:
         self.started = time.perf_counter()
         if self.config["fit"]["ckpt_path"]:
-            trained = self.checkpoint["hyper_parameters"]
-            for key, value in self.model.hparams.items():
-                if (
-                    value != trained.get(key, value) and key != "compile"
-                ):  # Lightning would go on with the old one, without a word
-                    raise UserError(
-                        f"model.{key} is {value!r}, but {trained[key]!r} in the checkpoint, which a resumed run keeps. "
-                        "Leave it out, or train anew."
-                    )
+            # Lightning would go on with the old ones, or draw other samples from here on, without a word.
+            for section, now in (("model", self.model.hparams), ("data", self.datamodule.hparams)):
+                for key, old in runs.checkpoint_options(self.checkpoint)[section].items():
+                    if key not in ("compile", "source", "cache_gb") and now.get(key, old) != old:
+                        raise UserError(
+                            f"{section}.{key} is {now[key]!r}, but {old!r} in the checkpoint, which a resumed run "
+                            "keeps. Leave it out, or train anew."
+                        )
         if isinstance(self.trainer.logger, MLflowRun):
             self.trainer.logger.keep_open = True
         check(self.trainer, self.model, self.datamodule)
+        self.datamodule.setup("fit")
+        self.model.adopt(self.datamodule)  # before any callback is set up, for one may copy the network to average it
 
     def after_fit(self) -> None:
         """Evaluate, register and sum up the best checkpoint, all as part of the same MLflow run."""

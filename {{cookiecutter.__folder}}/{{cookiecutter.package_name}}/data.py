@@ -14,8 +14,7 @@ from . import ROOT, DataFaults, UserError, refuse_outside
 from .augment import augment, choose, mix
 from .images import RULE, channel_statistics, combine_hashes, list_images
 from .listing import SPLITS
-from .loader import Batch, ImageSet, LazyLoader, choose_num_workers, sample_weights, training_order
-from .resume import Remaining, seed_batch
+from .loader import Batch, ImageSet, LazyLoader, choose_num_workers, seed_batch, training_order
 from .scan import scan
 from .sources import Source, load
 from .splits import split
@@ -172,9 +171,7 @@ class ImageData(L.LightningDataModule):
         world_size, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
         sampler: Sampler[int] | range = range(rank, len(split), world_size)  # unpadded: metrics are exact
         if name == "train":
-            weights = sample_weights(split, self.class_counts) if self.hparams["balanced"] else None
-            order = training_order(split, self.hparams["batch_size"], world_size, rank, seed, weights)
-            sampler = Remaining(order, self.trainer, self.hparams["batch_size"])
+            sampler = training_order(split, self.hparams, self.class_counts, self.trainer)
         cuda = bool(self.trainer) and isinstance(self.trainer.accelerator, CUDAAccelerator)
         num_workers = self.hparams["num_workers"]
         if num_workers is None:

@@ -1,9 +1,10 @@
-"""How predictions are judged. Add a metric here."""
+"""How predictions are judged, and what errors cost. Add a metric here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -14,6 +15,8 @@ from torchmetrics.classification import (
     MultilabelAUROC,
     MultilabelF1Score,
 )
+
+from . import UserError
 
 THRESHOLDS = 200  # of the curve that AUROC is the area of; all of them would need every prediction in memory
 
@@ -54,3 +57,22 @@ def make_metrics(task: str, num_classes: int, split: str) -> MetricCollection:
             metrics["auroc"] = MulticlassAUROC(num_classes, thresholds=THRESHOLDS)
             metrics["ece"] = MulticlassCalibrationError(num_classes)  # expected calibration error, in 15 bins
     return MetricCollection(metrics, prefix=f"{split}_")
+
+
+def choose_weights(choice: str | list[float], balance: list[float], num_classes: int) -> Tensor | None:
+    """(K,) float32 weights of the classes in the training loss, or None where they all count 1.
+
+    Args:
+        choice: `none`; `auto` for `balance`; or K numbers.
+        balance: Weights with which all classes count alike.
+        num_classes: K.
+
+    Raises:
+        UserError: There is not one number above 0 for each class.
+    """
+    if choice == "none":
+        return None
+    weights = balance if choice == "auto" else choice
+    if not isinstance(weights, list) or len(weights) != num_classes or min(weights) <= 0:
+        raise UserError(f"model.class_weights is {choice}; expected auto, none or {num_classes} numbers above 0.")
+    return torch.tensor(weights, dtype=torch.float32)

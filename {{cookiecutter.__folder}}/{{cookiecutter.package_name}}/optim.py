@@ -92,7 +92,10 @@ def make_optimizer(groups: list[dict[str, Any]], options: Mapping[str, Any], fus
     if name == "sgd":
         extra |= {"momentum": options["momentum"], "nesterov": options["momentum"] > 0}
     make: Callable[..., Optimizer] = kind
-    return make(groups, lr=lr, **extra)
+    try:
+        return make(groups, lr=lr, **extra)
+    except (TypeError, ValueError) as error:  # LBFGS takes no groups, Muon no vectors
+        raise UserError(f"model.optimizer {name} can't train this network: {error} Take another.") from error
 
 
 def configure(network: nn.Module, options: Mapping[str, Any], total_steps: float, fused: bool) -> Any:

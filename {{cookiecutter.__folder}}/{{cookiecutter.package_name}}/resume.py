@@ -1,66 +1,22 @@
-"""Stopping and going on: when a resume point is written, how it reaches the disk, and what a resumed run draws."""
+"""Stopping and going on: when a resume point is written, and how it reaches the disk."""
 
 import errno
-import hashlib
 import io
 import os
-import random
 import time
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DistributedSampler, Sampler
 
 from . import UserError
+from .loader import done_batches
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
-
-
-def done_batches(trainer: Trainer) -> int:
-    """Batches of this epoch that training has finished; while a batch is on its way to the network, its index."""
-    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-
-
-def seed_batch(trainer: Trainer, seed: int) -> None:
-    """Augmentation and dropout draw from (seed, epoch, batch, rank), so that a resumed run draws what it would have."""
-    key = f"{seed}/{trainer.current_epoch}/{done_batches(trainer)}/{trainer.global_rank}"
-    value = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(value)  # torch.manual_seed takes ten times as long without CUDA
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(value)
-
-
-class Remaining(Sampler[int]):
-    """What an order leaves to be done of its epoch. Its length is that of the whole epoch, which Lightning counts by.
-
-    Args:
-        order: Indices as a function of the epoch.
-        trainer: Knows, when the epoch's first batch is asked for, how many are done; None leaves out nothing.
-        batch_size: Samples in each of these.
-    """
-
-    def __init__(self, order: DistributedSampler[int], trainer: Trainer | None, batch_size: int) -> None:
-        self.order, self.trainer, self.batch_size = order, trainer, batch_size
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        done = done_batches(self.trainer) if self.trainer else 0
-        return islice(iter(self.order), done * self.batch_size, None)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.order.set_epoch(epoch)
 
 
 class DurableIO(TorchCheckpointIO):

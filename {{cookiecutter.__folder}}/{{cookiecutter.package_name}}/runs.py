@@ -4,12 +4,14 @@ import csv
 import json
 import os
 import time
+import zipfile
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -45,6 +47,9 @@ def load_checkpoint(path: str) -> dict[str, Any]:
         UserError: The file is missing, damaged, or holds objects that could run code.
     """
     try:
+        with zipfile.ZipFile(path) as file:  # torch.load does not compare the checksums
+            if entry := file.testzip():
+                raise zipfile.BadZipFile(f"wrong checksum of {entry}")
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged file raises one of many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -112,13 +117,16 @@ def evaluate(
     datamodule.setup("validate")
     model.refuse_other_data(datamodule)  # type: ignore[operator]
     metrics: dict[str, float] = {}
-    loggers, trainer.loggers = trainer.loggers, []  # or they would add a point to the curves of training
+    # Loggers would add a point to the curves of training; averaging would exchange the weights that are measured.
+    loggers, callbacks = trainer.loggers, trainer.callbacks
+    trainer.loggers = []
+    trainer.callbacks = [item for item in callbacks if not isinstance(item, WeightAveraging)]
     try:
         for loop in (trainer.validate, trainer.test):
             loop(model, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=True)
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
     finally:
-        trainer.loggers = loggers
+        trainer.loggers, trainer.callbacks = loggers, callbacks
     if trainer.is_global_zero:
         content = json.dumps({"checkpoint_sha256": file_hash(Path(ckpt_path)), **metrics}, indent=2)
         replace_file(run_folder(ckpt_path) / "metrics.json", content.encode())

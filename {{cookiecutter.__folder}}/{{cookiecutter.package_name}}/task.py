@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import MetricCollection
 
 from . import UserError, optim, refuse_outside
-from .metrics import counting, make_metrics
+from .metrics import choose_weights, counting, make_metrics
 from .model import freeze, make_network, stages
 
 Batch = tuple[Tensor, Tensor]
@@ -85,20 +86,10 @@ class ClassificationTask(LightningModule):
         if self.hparams["compile"]:
             self.network.compile()  # in place, so that the names of the weights stay
         self.loss_weight: Tensor | None
-        self.register_buffer("loss_weight", self.choose_weights(), persistent=False)
+        weights = choose_weights(self.hparams["class_weights"], self.hparams["balance"], len(self.hparams["classes"]))
+        self.register_buffer("loss_weight", weights, persistent=False)
         self.train_metrics, self.val_metrics = self.make_metrics("train"), self.make_metrics("val")
         self.test_metrics = self.make_metrics("test")
-
-    def choose_weights(self) -> Tensor | None:
-        """(K,) float32 weights of the classes in the training loss, or None where they all count 1; UserError if there
-        is not one number above 0 for each."""
-        choice, num_classes = self.hparams["class_weights"], len(self.hparams["classes"])
-        if choice == "none":
-            return None
-        weights = self.hparams["balance"] if choice == "auto" else choice
-        if not isinstance(weights, list) or len(weights) != num_classes or min(weights) <= 0:
-            raise UserError(f"model.class_weights is {choice}; expected auto, none or {num_classes} numbers above 0.")
-        return torch.tensor(weights, dtype=torch.float32)
 
     def adopt(self, datamodule: LightningDataModule) -> None:
         """Build for this data, or, where the network came from a checkpoint, refuse data of another kind.
@@ -175,6 +166,10 @@ class ClassificationTask(LightningModule):
             freeze(self.network, len(stages(self.network)) - self.current_epoch // every)
 
     def on_train_start(self) -> None:
+        strategy = self.trainer.strategy
+        waits = isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("find_unused_parameters")
+        if self.hparams["unfreeze_every"] and waits:  # for gradients of frozen stages, which never come
+            raise UserError("model.unfreeze_every needs --trainer.strategy ddp_find_unused_parameters_true.")
         self.free_stages()
 
     def on_train_epoch_start(self) -> None:  # not called where a run goes on within an epoch
