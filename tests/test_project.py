@@ -131,11 +131,14 @@ def test_fit_leaves_these_files(fitted: SimpleNamespace) -> None:
     assert files == [
         "checkpoints/best.ckpt",
         "checkpoints/last.ckpt",
+        "checkpoints/previous.ckpt",
         "export/contract.json",
         "export/model.onnx",
         "metrics.json",
         "mlflow_run_id",
         "recipe.yaml",
+        "split.csv",
+        "train_batch.png",
     ]
 
 
