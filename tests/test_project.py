@@ -348,7 +348,7 @@ def test_a_leaf_can_be_taken_out(project: Path, leaf: str, symbols: str, keys: l
 
 def test_another_network_is_an_edit_of_model_py(project: Path) -> None:
     text = (project / NAME / "model.py").read_text("utf-8")
-    start_, end = text.index("        self.features ="), text.index("def parameter_groups")
+    start_, end = text.index("        self.features ="), text.index("class MLP")
     network = (
         "        values = input_spec['shape'][0] * input_spec['shape'][1] * input_spec['shape'][2]\n"
         "        self.layers = nn.Sequential(\n"

@@ -113,7 +113,7 @@ def make_network(options: Mapping[str, Any], pretrained: bool) -> nn.Module:
 
 
 def stages(network: nn.Module) -> list[nn.Module]:
-    """The parts of `network.features`, from the inputs on, that rates and freezing tell apart."""
+    """The parts of `network.features`, from the inputs on, that rates and freezing tell apart; none without that part."""
 
     def parts(module: nn.Module) -> list[nn.Module]:
         found = [part for part in module.children() if next(part.parameters(), None) is not None]
@@ -121,7 +121,7 @@ def stages(network: nn.Module) -> list[nn.Module]:
             return found
         return [inner for part in found for inner in (parts(part) if isinstance(part, nn.Sequential) else [part])]
 
-    return parts(network.get_submodule("features"))
+    return parts(dict(network.named_children()).get("features", nn.Identity()))
 
 
 def parameter_groups(network: nn.Module, options: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -129,13 +129,13 @@ def parameter_groups(network: nn.Module, options: Mapping[str, Any]) -> list[dic
     axis) do not: that would only change the effective learning rate (arXiv:1812.01187, section 3.1).
 
     Args:
-        network: With the parts `features` and `head`.
+        network: Without a part `head`, all of it has one rate.
         options: `lr`, of the head; `backbone_lr_factor`, that of the rest as a share of it; `layer_decay`, a further
             factor for each stage on the way from the head to the inputs (arXiv:1801.06146); `weight_decay`.
     """
     parts = stages(network)
     depths = {id(p): len(parts) - row for row, part in enumerate(parts) for p in part.parameters()}  # of the last: 1
-    head = {id(p) for p in network.get_submodule("head").parameters()}
+    head = {id(p) for p in dict(network.named_children()).get("head", network).parameters()}
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for parameter in (p for p in network.parameters() if p.requires_grad):
         factor = 1.0

@@ -151,11 +151,14 @@ def write_predictions(path: Path, files: list[Path], model: LightningModule, pro
 def summary(best: Path, metrics: dict[str, float], seconds: float, leaves: list[str]) -> str:
     """What `fit` made, where it lies and what to type next; `leaves` are the lines of what followed training."""
     command, last = f"python -m {PACKAGE.name}", os.path.relpath(best.with_name("last.ckpt"))
-    values = [f"{name} {value:.4f}" for name, value in metrics.items()]
+    splits = {name.partition("_")[0]: "" for name in metrics}
+    for name, value in metrics.items():
+        split, _, metric = name.partition("_")
+        splits[split] += f"   {metric} {value:.4f}"
     lines = [
         f"{PACKAGE.name}, run {best.parent.parent.name}, {seconds:.0f} s",
-        f"best checkpoint  {'   '.join(values)}",
-        f"                 {os.path.relpath(best)}",
+        f"best checkpoint  {os.path.relpath(best)}",
+        *(f"                 {split:4}{values}" for split, values in splits.items()),
         *leaves,
         "next             mlflow ui   (curves and versions; type it in the project's folder)",
         f"                 {command} predict FOLDER   (a CSV with file, class and probability)",
