@@ -113,7 +113,7 @@ def make_network(options: Mapping[str, Any], pretrained: bool) -> nn.Module:
 
 
 def stages(network: nn.Module) -> list[nn.Module]:
-    """The parts of `network.features`, from the inputs on, that rates and freezing tell apart; none without that part."""
+    """The parts of `network.features`, from the inputs on, that rates and freezing tell apart; none without it."""
 
     def parts(module: nn.Module) -> list[nn.Module]:
         found = [part for part in module.children() if next(part.parameters(), None) is not None]
