@@ -69,16 +69,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         project = generate(Path(name))  # on its own line: cookiecutter replaces sys.path
         sys.path.insert(0, str(project))
-        from my_lightning_project.data import ImageData
+        from my_lightning_project.data import DataModule
 
         folder, cache = Path(name) / "images", Path(name) / "cache"
         write_images(folder, options.images)
-        data: ImageData
+        data: DataModule
 
         def first_epoch() -> Iterable[Any]:
             nonlocal data
             shutil.rmtree(cache, ignore_errors=True)
-            data = ImageData(
+            data = DataModule(
                 source=str(folder),
                 image_size=SIZE,
                 min_area=MIN_AREA,

@@ -50,7 +50,7 @@ FILES = [
 ]
 
 PACKAGE = """
-__init__ __main__ augment backbones check cli data export images latency listing loader metrics model optim parity
+__init__ __main__ augment backbones check cli data export images latency listing loader metrics model optim order parity
 parser picture registry resume runs scan sources speed splits task tracking
 """
 

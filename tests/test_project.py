@@ -20,7 +20,7 @@ import pytest
 from conftest import Bake
 from mlflow import MlflowClient
 from PIL import Image
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_breast_cancer, load_digits
 
 NAME = "my_lightning_project"
 SHORT = ("--trainer.max_epochs", "2", "--model.width", "8")
@@ -375,6 +375,46 @@ def test_another_loss_is_an_edit_of_task_py(project: Path) -> None:
     edit(project / NAME / "task.py", "return losses.mean()", "return ((1 - (-losses).exp()) ** 2 * losses).mean()")
     run(project, "fit", *SHORT)
     assert len(versions(project)) == 1
+
+
+def test_regression_is_an_edit_of_sources_py_task_py_and_metrics_py(project: Path, images: Path) -> None:
+    """The number that a digit shows, as a number."""
+    package = project / NAME
+    edit(package / "sources.py", "bunch.target.astype(np.int64)", "bunch.target.astype(np.float32)")
+    edit(package / "sources.py", "[str(name) for name in bunch.target_names]", "['number']")
+    old = "        weight = self.loss_weight"
+    edit(package / "task.py", old, f"        return F.mse_loss(logits[:, 0].float(), targets)\n{old}")
+    edit(package / "task.py", "preds=logits.detach()", "preds=logits.detach()[:, 0]")
+    old = "        return logits.sigmoid()"
+    edit(package / "task.py", old, f"        return logits\n{old}")
+    old = '    if task == "multilabel":\n'
+    mae = '    if task == "regression":\n        metrics["mae"] = MeanAbsoluteError()\n'
+    edit(package / "metrics.py", old, f"{mae}    el{old.strip()}\n")
+    edit(package / "metrics.py", "from torchmetrics import", "from torchmetrics import MeanAbsoluteError,")
+    output = run(project, "fit", "--trainer.max_epochs", "10").stdout
+    assert " samples, numbers from 0 to 9" in output
+    run(project, "predict", str(images / "digit 2"))
+    contract = json.loads((newest(project) / "export" / "contract.json").read_text("utf-8"))
+    rows = (newest(project) / "predictions-digit 2.csv").read_text("utf-8").splitlines()
+    assert (contract["task"], contract["output"]["activation"], rows[0]) == ("regression", "none", "file,number")
+    assert float(versions(project)[0].tags["test_mae"]) < 1.5  # always 4.5 would be wrong by 2.5 on average
+
+
+def test_a_table_is_an_edit_of_data_py_and_model_py(project: Path) -> None:
+    """From the file to the registry, and to a CSV of predictions; the recipe loses the options that are of images."""
+    for name in ("data.py", "model.py"):
+        shutil.copy(Path(__file__).parent / "table" / name, project / NAME / name)
+    table = load_breast_cancer(as_frame=True)
+    frame = table.frame.assign(target=table.target_names[table.target])
+    frame.to_csv(project / "table.csv", index=False)
+    lines = (project / "recipe.yaml").read_text("utf-8").splitlines(keepends=True)
+    gone = re.compile(r"  (source|group|flip|max_shift|min_area|color_jitter|erasing|mixup|cutmix): ")
+    (project / "recipe.yaml").write_text("".join(line for line in lines if not gone.match(line)), "utf-8")
+    run(project, "fit", "--data.source", "table.csv", "--trainer.max_epochs", "10")
+    run(project, "predict", "table.csv")
+    rows = (newest(project) / "predictions-table.csv").read_text("utf-8").splitlines()
+    assert (rows[0], len(rows)) == ("file,class,probability", 570)
+    assert float(versions(project)[0].tags["test_acc"]) > 0.9  # 0.63 by always saying benign
 
 
 def test_a_further_augmentation_is_an_edit_of_augment_py(project: Path) -> None:

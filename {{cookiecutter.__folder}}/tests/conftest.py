@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from {{ cookiecutter.package_name }} import check, cli, data, registry, runs, sources, speed, tracking
 from {{ cookiecutter.package_name }}.cli import RECIPE
-from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.data import DataModule
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
 # Few and cheap steps: 5 of 256 digits an epoch, on the CPU.
@@ -97,15 +97,15 @@ def recipe() -> dict[str, Any]:
 
 
 @pytest.fixture
-def digits() -> ImageData:
+def digits() -> DataModule:
     """The digits, split, in batches of 256."""
-    datamodule = ImageData(batch_size=256)
+    datamodule = DataModule(batch_size=256)
     datamodule.setup("fit")
     return datamodule
 
 
 @pytest.fixture
-def task(digits: ImageData) -> ClassificationTask:
+def task(digits: DataModule) -> ClassificationTask:
     """A small task with a fresh network for the digits."""
     torch.manual_seed(0)
     task = ClassificationTask(width=4)

@@ -10,9 +10,10 @@ import torchvision
 from torch import Tensor
 
 from {{ cookiecutter.package_name }} import UserError
-from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.data import DataModule
 from {{ cookiecutter.package_name }}.export import freeze, write_onnx
-from {{ cookiecutter.package_name }}.model import MLP, Network, make_network, stages
+from {{ cookiecutter.package_name }}.model import MLP, Network, make_network
+from {{ cookiecutter.package_name }}.optim import stages
 from {{ cookiecutter.package_name }}.parity import compare
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
@@ -112,7 +113,7 @@ def test_weights_that_can_not_be_downloaded_are_named(tmp_path: Path, monkeypatc
 
 
 def test_a_checkpoint_needs_no_pretrained_weights(weights: dict[str, Tensor], tmp_path: Path) -> None:
-    datamodule = ImageData(batch_size=64, image_size=32)
+    datamodule = DataModule(batch_size=64, image_size=32)
     datamodule.setup("fit")
     task = ClassificationTask(backbone=LIGHT, pretrained=True)
     task.adopt(datamodule)

@@ -23,7 +23,7 @@ from {{ cookiecutter.package_name }}.check import (
     check_memory,
     check_passes,
 )
-from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.data import DataModule
 from {{ cookiecutter.package_name }}.export import OnnxExport
 from {{ cookiecutter.package_name }}.images import Files
 from {{ cookiecutter.package_name }}.picture import caption, picture
@@ -45,7 +45,7 @@ class Sorting(nn.Module):
 
 
 @pytest.fixture
-def run_check(digits: ImageData, make_trainer: Callable[..., L.Trainer]) -> Callable[..., None]:
+def run_check(digits: DataModule, make_trainer: Callable[..., L.Trainer]) -> Callable[..., None]:
     """`run_check(callbacks)` checks the digits and an untrained task."""
 
     def run(*callbacks: L.Callback, **options) -> None:
@@ -54,13 +54,13 @@ def run_check(digits: ImageData, make_trainer: Callable[..., L.Trainer]) -> Call
     return run
 
 
-def change_labels(datamodule: ImageData, split: str, old: int, new: int) -> None:
+def change_labels(datamodule: DataModule, split: str, old: int, new: int) -> None:
     """In one split alone."""
     labels = datamodule.splits[split].labels.clone()
     datamodule.splits[split].labels = labels.where(labels != old, torch.tensor(new))
 
 
-def faults_of(task: ClassificationTask, datamodule: ImageData, inputs: Tensor) -> list[str]:
+def faults_of(task: ClassificationTask, datamodule: DataModule, inputs: Tensor) -> list[str]:
     return check_batch(task, datamodule, "train", (inputs, torch.zeros(len(inputs), dtype=torch.int64)))
 
 
@@ -83,81 +83,81 @@ def test_untrained_loss_is_printed_beside_that_of_guessing(
     assert capsys.readouterr().out.count("by chance 2.303") == 2
 
 
-def test_label_that_has_no_class_is_refused(digits: ImageData, run_check: Callable[..., None]) -> None:
+def test_label_that_has_no_class_is_refused(digits: DataModule, run_check: Callable[..., None]) -> None:
     change_labels(digits, "val", 3, 10)
     with pytest.raises(UserError, match=r"val: labels \[10\], expected 0 to 9. Correct them in sources.py"):
         run_check()
 
 
-def test_negative_label_is_refused(digits: ImageData, run_check: Callable[..., None]) -> None:
+def test_negative_label_is_refused(digits: DataModule, run_check: Callable[..., None]) -> None:
     change_labels(digits, "test", 3, -1)
     with pytest.raises(UserError, match=r"test: labels \[-1\], expected 0 to 9"):
         run_check()
 
 
-def test_empty_split_is_refused(digits: ImageData, run_check: Callable[..., None]) -> None:
+def test_empty_split_is_refused(digits: DataModule, run_check: Callable[..., None]) -> None:
     digits.splits["val"].rows = digits.splits["val"].rows[:0]
     with pytest.raises(UserError, match="val: the split is empty. Add samples."):
         run_check()
 
 
-def test_class_without_training_sample_is_refused(digits: ImageData, run_check: Callable[..., None]) -> None:
+def test_class_without_training_sample_is_refused(digits: DataModule, run_check: Callable[..., None]) -> None:
     change_labels(digits, "train", 3, 4)
     with pytest.raises(UserError, match=r"train: no sample of \['3'\]. Add some"):
         run_check()
 
 
 def test_class_without_val_sample_is_warned_of(
-    digits: ImageData, run_check: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    digits: DataModule, run_check: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     change_labels(digits, "val", 3, 4)
     run_check()
     assert "warning: val has no sample of ['3']; its metrics say nothing of them" in capsys.readouterr().out
 
 
-def test_everything_to_put_right_is_named_at_once(digits: ImageData, run_check: Callable[..., None]) -> None:
+def test_everything_to_put_right_is_named_at_once(digits: DataModule, run_check: Callable[..., None]) -> None:
     change_labels(digits, "train", 3, 4)
     change_labels(digits, "test", 3, 10)
     with pytest.raises(UserError, match=r"2 to put right before training:\ntrain: .*\ntest: "):
         run_check()
 
 
-def test_label_faults_are_returned_in_the_order_of_the_splits(digits: ImageData) -> None:
+def test_label_faults_are_returned_in_the_order_of_the_splits(digits: DataModule) -> None:
     for split in ("train", "val", "test"):
         change_labels(digits, split, 9, 99)
     assert [fault.split(":")[0] for fault in check_labels(digits)] == ["train", "train", "val", "test"]
 
 
-def test_inputs_of_another_shape_are_a_fault(task: ClassificationTask, digits: ImageData) -> None:
+def test_inputs_of_another_shape_are_a_fault(task: ClassificationTask, digits: DataModule) -> None:
     (fault,) = faults_of(task, digits, torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
     assert fault.startswith("train: inputs are (4, 3, 8, 8) uint8 in [0, 0], expected (B, *[1, 8, 8]) uint8")
 
 
-def test_inputs_of_another_dtype_are_a_fault(task: ClassificationTask, digits: ImageData) -> None:
+def test_inputs_of_another_dtype_are_a_fault(task: ClassificationTask, digits: DataModule) -> None:
     (fault,) = faults_of(task, digits, torch.rand(4, 1, 8, 8))
     assert "(4, 1, 8, 8) float32" in fault
 
 
-def test_inputs_that_are_not_finite_are_a_fault(task: ClassificationTask, digits: ImageData) -> None:
+def test_inputs_that_are_not_finite_are_a_fault(task: ClassificationTask, digits: DataModule) -> None:
     digits.input_spec["dtype"] = "float32"
     inputs = torch.rand(4, 1, 8, 8)
     inputs[0, 0, 0, 0] = float("nan")
     assert faults_of(task, digits, inputs) == ["train: inputs hold NaN or infinity. See data.py."]
 
 
-def test_inputs_that_are_all_alike_are_a_fault(task: ClassificationTask, digits: ImageData) -> None:
+def test_inputs_that_are_all_alike_are_a_fault(task: ClassificationTask, digits: DataModule) -> None:
     inputs = torch.full((4, 1, 8, 8), 7, dtype=torch.uint8)
     assert faults_of(task, digits, inputs) == ["train: every input value of the batch is 7. See data.py."]
 
 
-def test_untrained_loss_that_is_not_finite_is_a_fault(task: ClassificationTask, digits: ImageData) -> None:
+def test_untrained_loss_that_is_not_finite_is_a_fault(task: ClassificationTask, digits: DataModule) -> None:
     task.network.head[1].bias.data.fill_(float("nan"))
     inputs = torch.randint(0, 256, (4, 1, 8, 8), dtype=torch.uint8)
     assert faults_of(task, digits, inputs) == ["train: the untrained network's loss is nan. See model.py and task.py."]
 
 
 def test_batch_that_exceeds_the_data_is_refused_before_training(
-    digits: ImageData, run_check: Callable[..., None]
+    digits: DataModule, run_check: Callable[..., None]
 ) -> None:
     digits.hparams["batch_size"] = 2000
     with pytest.raises(UserError, match="fewer than a batch of 2000"):
@@ -165,7 +165,7 @@ def test_batch_that_exceeds_the_data_is_refused_before_training(
 
 
 def test_batch_that_exceeds_the_data_is_named_with_everything_else(
-    digits: ImageData, run_check: Callable[..., None]
+    digits: DataModule, run_check: Callable[..., None]
 ) -> None:
     digits.hparams["batch_size"] = 2000
     change_labels(digits, "test", 3, 10)
@@ -175,7 +175,7 @@ def test_batch_that_exceeds_the_data_is_named_with_everything_else(
 
 @pytest.mark.parametrize(("scale", "words"), [(1.0, False), (30.0, True)])
 def test_untrained_loss_far_from_chance_is_warned_of(
-    task: ClassificationTask, digits: ImageData, capsys: pytest.CaptureFixture[str], scale: float, words: bool
+    task: ClassificationTask, digits: DataModule, capsys: pytest.CaptureFixture[str], scale: float, words: bool
 ) -> None:
     task.network.head[1].bias.data[0] = -scale  # all labels are 0
     faults_of(task, digits, torch.randint(0, 256, (64, 1, 8, 8), dtype=torch.uint8))
@@ -187,8 +187,8 @@ def test_normalized_inputs_are_described(run_check: Callable[..., None], capsys:
     assert "normalized: mean -0.00, deviation 1.00" in capsys.readouterr().out
 
 
-def test_statistics_of_other_data_are_a_fault(task: ClassificationTask, digits: ImageData) -> None:
-    digits.input_spec |= {"mean": [30.0], "std": [10.0]}  # of pixels, not of their range
+def test_statistics_of_other_data_are_a_fault(task: ClassificationTask, digits: DataModule) -> None:
+    task.network.normalize.channel_mean.fill_(30.0)  # of pixels, not of their range
     (fault,) = faults_of(task, digits, torch.randint(0, 256, (64, 1, 8, 8), dtype=torch.uint8))
     assert fault.startswith("train: that is far from mean 0 and deviation 1")
 
@@ -196,7 +196,7 @@ def test_statistics_of_other_data_are_a_fault(task: ClassificationTask, digits: 
 # Several labels
 
 
-def several(datamodule: ImageData, *rows: list[int]) -> ImageData:
+def several(datamodule: DataModule, *rows: list[int]) -> DataModule:
     """The digits, with these labels again and again in the place of their own."""
     labels = torch.tensor(rows, dtype=torch.uint8).repeat(-(-1797 // len(rows)), 1)[:1797]
     datamodule.classes, datamodule.task = ["wet", "furry"], "multilabel"
@@ -205,46 +205,46 @@ def several(datamodule: ImageData, *rows: list[int]) -> ImageData:
     return datamodule
 
 
-def test_several_labels_that_differ_are_no_fault(digits: ImageData, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_labels_that_differ_are_no_fault(digits: DataModule, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_labels(several(digits, [1, 0], [0, 1])) == []
     assert "warning" not in capsys.readouterr().out
 
 
-def test_label_that_every_sample_has_is_a_fault(digits: ImageData) -> None:
+def test_label_that_every_sample_has_is_a_fault(digits: DataModule) -> None:
     faults = check_labels(several(digits, [1, 0], [1, 1]))
     assert faults[0] == "train: every sample has the labels ['wet']. Take them out: they teach nothing."
 
 
-def test_label_that_no_sample_has_is_a_fault(digits: ImageData) -> None:
+def test_label_that_no_sample_has_is_a_fault(digits: DataModule) -> None:
     faults = check_labels(several(digits, [0, 1], [0, 0]))
     assert faults[0] == "train: no sample of ['wet']. Add some, or take the class out."
 
 
 @pytest.mark.parametrize(("row", "words"), [([0, 0], "no label"), ([1, 1], "every label")])
 def test_rows_all_zero_or_all_one_are_warned_of(
-    digits: ImageData, capsys: pytest.CaptureFixture[str], row: list[int], words: str
+    digits: DataModule, capsys: pytest.CaptureFixture[str], row: list[int], words: str
 ) -> None:
     check_labels(several(digits, [1, 0], [0, 1], row))
     assert f"samples of train have {words}" in capsys.readouterr().out
 
 
-def test_labels_other_than_0_and_1_are_a_fault(digits: ImageData) -> None:
+def test_labels_other_than_0_and_1_are_a_fault(digits: DataModule) -> None:
     assert "labels [2], expected" in check_labels(several(digits, [1, 0], [0, 2]))[0]
 
 
 # Passes, gradients, disk, learning by heart
 
 
-def passes(datamodule: ImageData) -> list[str]:
+def passes(datamodule: DataModule) -> list[str]:
     loaders = {"train": datamodule.train_dataloader(), "val": datamodule.val_dataloader()}
     return check_passes(loaders, {name: next(iter(loader)) for name, loader in loaders.items()})
 
 
-def test_sound_loaders_pass_twice(digits: ImageData) -> None:
+def test_sound_loaders_pass_twice(digits: DataModule) -> None:
     assert passes(digits) == []
 
 
-def test_validation_that_changes_is_a_fault(digits: ImageData) -> None:
+def test_validation_that_changes_is_a_fault(digits: DataModule) -> None:
     split = digits.splits["val"]
     split.images = Noisy(split.images)
     assert passes(digits) == [
@@ -252,7 +252,7 @@ def test_validation_that_changes_is_a_fault(digits: ImageData) -> None:
     ]
 
 
-def test_training_in_the_same_order_is_a_fault(digits: ImageData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_in_the_same_order_is_a_fault(digits: DataModule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data.DistributedSampler, "set_epoch", lambda self, epoch: None)
     assert passes(digits) == ["train: two epochs begin with the same batch. Shuffle the training split; see data.py."]
 
@@ -272,7 +272,7 @@ class Noisy:
 
 
 @pytest.fixture
-def batch(digits: ImageData) -> tuple[Tensor, Tensor]:
+def batch(digits: DataModule) -> tuple[Tensor, Tensor]:
     return digits.splits["train"].__getitems__(list(range(32)))
 
 
@@ -297,7 +297,7 @@ def test_network_without_anything_to_train_is_a_fault(task: ClassificationTask, 
 
 
 def test_network_that_fails_on_a_batch_is_named_before_training(
-    digits: ImageData, make_trainer: Callable[..., L.Trainer]
+    digits: DataModule, make_trainer: Callable[..., L.Trainer]
 ) -> None:
     task = ClassificationTask(backbone="vit_b_32")  # takes images of 224 pixels alone
     with pytest.raises(UserError, match="The network fails on a batch: .*See model.py, or --model.backbone"):
@@ -337,7 +337,7 @@ def test_batch_that_can_not_be_learned_is_a_fault(task: ClassificationTask, batc
 # The picture
 
 
-def test_picture_of_a_batch_is_kept(run_check: Callable[..., None], digits: ImageData) -> None:
+def test_picture_of_a_batch_is_kept(run_check: Callable[..., None], digits: DataModule) -> None:
     run_check()
     assert Image.open(io.BytesIO(digits.documents["train_batch.png"])).format == "PNG"
 
@@ -392,20 +392,20 @@ def test_rate_counts_samples_per_second(monkeypatch: pytest.MonkeyPatch) -> None
     assert 500 < rate(sleeping(0.01), torch.device("cpu")) <= 1000
 
 
-def verdict(datamodule: ImageData, task: ClassificationTask, trainer: L.Trainer, **options) -> list[str]:
+def verdict(datamodule: DataModule, task: ClassificationTask, trainer: L.Trainer, **options) -> list[str]:
     loader = datamodule.train_dataloader()
     return speed(trainer, task, datamodule, loader, next(iter(loader)), options.get("price_per_hour"))
 
 
 def test_fast_loader_is_fine(
-    task: ClassificationTask, digits: ImageData, make_trainer: Callable[..., L.Trainer]
+    task: ClassificationTask, digits: DataModule, make_trainer: Callable[..., L.Trainer]
 ) -> None:
     line = verdict(digits, task, make_trainer(max_epochs=10))[0]
     assert line.endswith(": fine") and "the loader delivers" in line and "the device uses" in line
 
 
 def test_slow_loader_is_named_with_what_to_change(
-    task: ClassificationTask, digits: ImageData, make_trainer: Callable[..., L.Trainer]
+    task: ClassificationTask, digits: DataModule, make_trainer: Callable[..., L.Trainer]
 ) -> None:
     digits.splits["train"].images = Slow(digits.splits["train"].images)
     line = verdict(digits, task, make_trainer(max_epochs=10))[0]
@@ -418,13 +418,13 @@ class Slow(Noisy):
         return self.images[rows]
 
 
-def test_files_that_are_decoded_again_and_again_are_to_be_stored(digits: ImageData) -> None:
+def test_files_that_are_decoded_again_and_again_are_to_be_stored(digits: DataModule) -> None:
     digits.splits["train"].images = Files([], "RGB", (3000, 256, 256, 3))
     assert advice(digits.loader("train")) == "set --data.cache_gb 1, so that files are decoded once"
 
 
 def test_estimate_grows_with_the_epochs(
-    task: ClassificationTask, digits: ImageData, make_trainer: Callable[..., L.Trainer]
+    task: ClassificationTask, digits: DataModule, make_trainer: Callable[..., L.Trainer]
 ) -> None:
     assert (
         "hours" in verdict(digits, task, make_trainer(max_epochs=1_000_000))[1]
@@ -433,7 +433,7 @@ def test_estimate_grows_with_the_epochs(
 
 
 def test_price_brings_costs_and_the_cheapest_way(
-    task: ClassificationTask, digits: ImageData, make_trainer: Callable[..., L.Trainer]
+    task: ClassificationTask, digits: DataModule, make_trainer: Callable[..., L.Trainer]
 ) -> None:
     lines = verdict(digits, task, make_trainer(max_epochs=10), price_per_hour=2.0)
     rows = [line.split() for line in lines[3:]]
@@ -451,7 +451,7 @@ def test_durations_are_said_in_words(seconds: float, words: str) -> None:
 
 
 def test_measuring_leaves_the_task_as_it_is(
-    task: ClassificationTask, digits: ImageData, make_trainer: Callable[..., L.Trainer]
+    task: ClassificationTask, digits: DataModule, make_trainer: Callable[..., L.Trainer]
 ) -> None:
     before = {key: value.clone() for key, value in task.state_dict().items()}
     verdict(digits, task, make_trainer(max_epochs=1))
@@ -467,7 +467,7 @@ def test_check_leaves_random_state_as_it_is(run_check: Callable[..., None]) -> N
     assert (torch.get_rng_state().tolist(), np.random.get_state()[2]) == before
 
 
-def test_check_leaves_the_task_unbuilt(digits: ImageData, make_trainer: Callable[..., L.Trainer]) -> None:
+def test_check_leaves_the_task_unbuilt(digits: DataModule, make_trainer: Callable[..., L.Trainer]) -> None:
     task = ClassificationTask(width=4)
     check(make_trainer(max_epochs=1), task, digits)
     assert (list(task.parameters()), task.hparams["classes"]) == ([], None)
@@ -479,7 +479,7 @@ def test_export_is_tried_out(run_check: Callable[..., None], capsys: pytest.Capt
 
 
 def test_network_that_can_not_be_exported_is_refused_before_training(
-    task: ClassificationTask, digits: ImageData, make_trainer: Callable[..., L.Trainer]
+    task: ClassificationTask, digits: DataModule, make_trainer: Callable[..., L.Trainer]
 ) -> None:
     task.network = Sorting()
     with pytest.raises(UserError, match="The network can't be exported to ONNX: .*Change its forward in model.py"):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from {{ cookiecutter.package_name }} import PACKAGE, UserError
-from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.data import DataModule
 from {{ cookiecutter.package_name }}.export import OnnxExport, export_summary, freeze, measure_latency, write_onnx
 from {{ cookiecutter.package_name }}.images import file_hash
 from {{ cookiecutter.package_name }}.latency import measure
@@ -84,7 +84,7 @@ def copied(trained: SimpleNamespace, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def export_again(digits: ImageData, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def export_again(digits: DataModule, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """`export_again(folder)` exports a run's best checkpoint, and returns the folder of the export."""
 
     def run(folder: Path, **options: Any) -> Path:
@@ -97,7 +97,7 @@ def export_again(digits: ImageData, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 
 @pytest.fixture
-def verify_network(task: ClassificationTask, digits: ImageData, tmp_path: Path) -> Callable[[nn.Module], Any]:
+def verify_network(task: ClassificationTask, digits: DataModule, tmp_path: Path) -> Callable[[nn.Module], Any]:
     """`verify_network(network)` exports a network in place of the task's own, and proves it equal."""
 
     def run(network: nn.Module) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_file_works_alone_wherever_it_lies(trained: SimpleNamespace, tmp_path: P
     assert session.run(None, {"images": np.zeros((1, 1, 8, 8), np.uint8)})[0].shape == (1, 10)
 
 
-def test_file_gives_the_logits_of_the_checkpoint(trained: SimpleNamespace, digits: ImageData, session: Any) -> None:
+def test_file_gives_the_logits_of_the_checkpoint(trained: SimpleNamespace, digits: DataModule, session: Any) -> None:
     task = ClassificationTask.load_from_checkpoint(trained.best, map_location="cpu", weights_only=True).eval()
     images, _ = digits.splits["test"].__getitems__(list(range(50)))
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_network_with_half_precision_logits_is_refused(verify_network: Callable[
         verify_network(Half())
 
 
-def test_export_refuses_a_model_that_differs(trained: SimpleNamespace, digits: ImageData) -> None:
+def test_export_refuses_a_model_that_differs(trained: SimpleNamespace, digits: DataModule) -> None:
     task = ClassificationTask.load_from_checkpoint(trained.best, map_location="cpu", weights_only=True).eval()
     frozen = freeze(task.network)
     frozen.head[1].bias.data[3] += 0.01
@@ -210,7 +210,7 @@ def test_export_refuses_a_model_that_differs(trained: SimpleNamespace, digits: I
 
 
 def test_difference_on_one_validation_image_alone_is_refused(
-    task: ClassificationTask, digits: ImageData, tmp_path: Path
+    task: ClassificationTask, digits: DataModule, tmp_path: Path
 ) -> None:
     network, val = Flat(), digits.splits["val"]
     write_onnx(freeze(network), digits.input_spec, tmp_path / "model.onnx")
@@ -220,7 +220,7 @@ def test_difference_on_one_validation_image_alone_is_refused(
         verify(task, freeze(network), tmp_path / "model.onnx", val, TOLERANCE)
 
 
-def test_difference_in_a_metric_is_refused_whatever_the_tolerance(trained: SimpleNamespace, digits: ImageData) -> None:
+def test_difference_in_a_metric_is_refused_whatever_the_tolerance(trained: SimpleNamespace, digits: DataModule) -> None:
     task = ClassificationTask.load_from_checkpoint(trained.best, map_location="cpu", weights_only=True).eval()
     frozen = freeze(task.network)
     frozen.head[1].bias.data[3] += 5
@@ -261,11 +261,11 @@ def test_contract_has_the_hashes_of_its_files(contract: dict[str, Any], trained:
     assert [contract[key] for key in ("onnx_sha256", "checkpoint_sha256")] == [file_hash(path) for path in files]
 
 
-def test_contract_has_the_hashes_of_its_data(contract: dict[str, Any], digits: ImageData) -> None:
+def test_contract_has_the_hashes_of_its_data(contract: dict[str, Any], digits: DataModule) -> None:
     assert {key: contract[key] for key in ("data_hash", "split_hash")} == digits.fingerprint
 
 
-def test_contract_names_the_classes_in_the_order_of_the_logits(contract: dict[str, Any], digits: ImageData) -> None:
+def test_contract_names_the_classes_in_the_order_of_the_logits(contract: dict[str, Any], digits: DataModule) -> None:
     assert contract["classes"] == digits.classes
 
 
@@ -325,7 +325,7 @@ def test_measurement_that_can_not_be_made_is_refused(
 
 
 def test_measurement_is_tried_out_before_training(
-    task: ClassificationTask, digits: ImageData, make_trainer: Callable[..., Any]
+    task: ClassificationTask, digits: DataModule, make_trainer: Callable[..., Any]
 ) -> None:
     with pytest.raises(UserError, match="Latency can't be measured"):
         OnnxExport(batch_sizes=[0]).rehearse(make_trainer(), task, digits)
@@ -349,11 +349,11 @@ def test_summary_of_a_run_without_export_is_empty(tmp_path: Path) -> None:
 # The inputs it is tried on
 
 
-def test_random_inputs_are_the_same_at_every_call(digits: ImageData) -> None:
+def test_random_inputs_are_the_same_at_every_call(digits: DataModule) -> None:
     assert torch.equal(random_inputs(digits.input_spec, 3), random_inputs(digits.input_spec, 3))
 
 
-def test_random_inputs_span_the_whole_range_of_uint8(digits: ImageData) -> None:
+def test_random_inputs_span_the_whole_range_of_uint8(digits: DataModule) -> None:
     inputs = random_inputs(digits.input_spec, 100)
     assert (inputs.dtype, inputs.min().item(), inputs.max().item()) == (torch.uint8, 0, 255)
 

@@ -6,26 +6,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from {{ cookiecutter.package_name }}.data import ImageData
-from {{ cookiecutter.package_name }}.model import Network, Normalize, parameter_groups
+from {{ cookiecutter.package_name }}.data import DataModule
+from {{ cookiecutter.package_name }}.model import Network, Normalize
+from {{ cookiecutter.package_name }}.optim import parameter_groups
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
 GROUPS = {"lr": 1.0, "backbone_lr_factor": 1.0, "layer_decay": 1.0, "weight_decay": 0.1}
 
 
 @pytest.fixture
-def images(digits: ImageData) -> Tensor:
+def images(digits: DataModule) -> Tensor:
     """64 images of the training split, raw."""
     return digits.splits["train"].__getitems__(list(range(64)))[0]
 
 
-def test_untrained_loss_is_that_of_guessing(task: ClassificationTask, digits: ImageData) -> None:
+def test_untrained_loss_is_that_of_guessing(task: ClassificationTask, digits: DataModule) -> None:
     inputs, targets = digits.splits["train"].__getitems__(list(range(512)))
     loss = task.loss(task(inputs), targets).item()
     assert loss == pytest.approx(math.log(10), abs=0.25)
 
 
-def test_one_batch_can_be_memorised(digits: ImageData) -> None:
+def test_one_batch_can_be_memorised(digits: DataModule) -> None:
     torch.manual_seed(0)
     task = ClassificationTask(width=8, dropout=0.0)
     task.adopt(digits)
@@ -65,7 +66,7 @@ def test_images_of_a_batch_do_not_influence_each_other_in_eval_mode(task: Classi
     torch.testing.assert_close(task(images), alone)
 
 
-def test_normalized_training_images_have_mean_0_and_deviation_1(digits: ImageData) -> None:
+def test_normalized_training_images_have_mean_0_and_deviation_1(digits: DataModule) -> None:
     split = digits.splits["train"]
     normalize = Normalize(digits.input_spec["mean"], digits.input_spec["std"])
     normalized = normalize(split.images[split.rows])

@@ -11,9 +11,17 @@ import torch
 from torch import nn
 
 from {{ cookiecutter.package_name }} import UserError
-from {{ cookiecutter.package_name }}.data import ImageData
-from {{ cookiecutter.package_name }}.model import freeze, parameter_groups, stages
-from {{ cookiecutter.package_name }}.optim import SCHEDULES, configure, cosine, make_optimizer, onecycle
+from {{ cookiecutter.package_name }}.data import DataModule
+from {{ cookiecutter.package_name }}.optim import (
+    SCHEDULES,
+    configure,
+    cosine,
+    freeze,
+    make_optimizer,
+    onecycle,
+    parameter_groups,
+    stages,
+)
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
 OPTIONS: dict[str, Any] = {
@@ -53,7 +61,7 @@ def train(make_trainer: Callable[..., L.Trainer]) -> Callable[..., Rates]:
 
     def run(epochs: int = 1, trainer: dict[str, Any] | None = None, **options: Any) -> Rates:
         rates, task = Rates(), ClassificationTask(width=2, **options)
-        make_trainer(max_epochs=epochs, callbacks=[rates], **(trainer or {})).fit(task, ImageData(batch_size=256))
+        make_trainer(max_epochs=epochs, callbacks=[rates], **(trainer or {})).fit(task, DataModule(batch_size=256))
         return rates
 
     return run
@@ -106,7 +114,7 @@ def test_lion_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyP
 def test_optimizers_lower_the_loss(name: str, make_trainer: Callable[..., L.Trainer]) -> None:
     task = ClassificationTask(width=8, optimizer=name, lr=0.05 if name == "sgd" else 0.003)
     trainer = make_trainer(max_epochs=4)
-    trainer.fit(task, ImageData(batch_size=64))
+    trainer.fit(task, DataModule(batch_size=64))
     assert float(trainer.callback_metrics["val_loss"]) < 0.7 * math.log(10)
 
 
@@ -117,7 +125,7 @@ def test_one_kernel_does_the_step_where_lightning_allows_it(
     make_trainer: Callable[..., L.Trainer], clip: float | None, precision: str, fused: bool
 ) -> None:
     trainer = make_trainer(max_epochs=1, gradient_clip_val=clip, precision=precision, limit_train_batches=2)
-    trainer.fit(ClassificationTask(width=2), ImageData(batch_size=64))
+    trainer.fit(ClassificationTask(width=2), DataModule(batch_size=64))
     assert trainer.optimizers[0].param_groups[0]["fused"] is fused
 
 
@@ -217,7 +225,7 @@ def test_frozen_stages_stay_as_they_are_their_statistics_too(train: Callable[...
     assert all(not bool(value.any()) for value in frozen.statistics) and bool(free.statistics[0].any())
 
 
-def test_a_frozen_stage_keeps_its_weights(task: ClassificationTask, digits: ImageData) -> None:
+def test_a_frozen_stage_keeps_its_weights(task: ClassificationTask, digits: DataModule) -> None:
     freeze(task.network, 2)
     before = {name: value.clone() for name, value in task.network.state_dict().items()}
     optimizer = make_optimizer(parameter_groups(task.network, OPTIONS), OPTIONS, fused=False)

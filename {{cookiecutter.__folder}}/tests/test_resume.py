@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from {{ cookiecutter.package_name }} import UserError
-from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.data import DataModule
 from {{ cookiecutter.package_name }}.resume import DurableIO, ResumePoint
 from {{ cookiecutter.package_name }}.runs import load_checkpoint
 from {{ cookiecutter.package_name }}.task import ClassificationTask
@@ -55,7 +55,7 @@ def fit(make_trainer: Callable[..., L.Trainer]) -> Callable[..., tuple[list[Tens
         *callbacks: L.Callback, ckpt_path: Path | None = None, num_workers: int = 0, mixup: float = 0.0, **options: Any
     ) -> tuple[list[Tensor], dict[int, dict[str, float]]]:
         L.seed_everything(1, workers=True, verbose=False)
-        datamodule = ImageData(batch_size=256, seed=1, num_workers=num_workers, mixup=mixup)
+        datamodule = DataModule(batch_size=256, seed=1, num_workers=num_workers, mixup=mixup)
         history, model = History(), ClassificationTask(width=4, dropout=0.3)
         trainer = make_trainer(
             max_epochs=3, callbacks=[history, *callbacks], enable_checkpointing=True, plugins=[DurableIO()], **options
@@ -124,7 +124,7 @@ def test_each_batch_has_draws_of_its_own(make_trainer: Callable[..., L.Trainer])
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
             seen.append(batch[0])
 
-    datamodule = ImageData(batch_size=256)
+    datamodule = DataModule(batch_size=256)
     datamodule.setup("fit")
     images = datamodule.splits["train"].images
     datamodule.splits["train"].images = images[:1].expand_as(images)  # one picture: what differs is drawn

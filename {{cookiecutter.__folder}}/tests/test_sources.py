@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from {{ cookiecutter.package_name }} import DataFaults, UserError
-from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.data import DataModule
 from {{ cookiecutter.package_name }}.sources import Source, digits, file_source, torchvision_set
 
 SHADES = {"eel": 0, "dog": 80, "cat": 160}
@@ -52,8 +52,8 @@ def load(path: Path, group: str | None = None) -> Source:
     return file_source(path, "L", 8, 8, group, path.parent / ".cache", 1)
 
 
-def set_up(source: Path, **options) -> ImageData:
-    datamodule = ImageData(source=str(source), image_size=8, min_area=1, **options)
+def set_up(source: Path, **options) -> DataModule:
+    datamodule = DataModule(source=str(source), image_size=8, min_area=1, **options)
     datamodule.setup("fit")
     return datamodule
 
@@ -159,7 +159,7 @@ def test_folder_without_images_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("color", "channels"), [(True, 3), (False, 1)])
 def test_color_chooses_the_channels_of_a_folder(folder: Path, color: bool, channels: int) -> None:
-    datamodule = ImageData(source=str(folder), color=color, val_fraction=0.2, test_fraction=0.2)
+    datamodule = DataModule(source=str(folder), color=color, val_fraction=0.2, test_fraction=0.2)
     datamodule.setup("fit")
     assert datamodule.input_spec["shape"] == [channels, 64, 64]
 
@@ -354,7 +354,7 @@ def test_torchvision_set_keeps_its_own_test_split(tmp_path: Path) -> None:
 
 def test_picture_in_two_splits_of_a_published_set_is_warned_of(tmp_path: Path) -> None:
     write_mnist(tmp_path, {"train": 100, "t10k": 30})
-    datamodule = ImageData(source="mnist", data_dir=str(tmp_path), val_fraction=0.2)
+    datamodule = DataModule(source="mnist", data_dir=str(tmp_path), val_fraction=0.2)
     datamodule.setup("fit")
     split = "val" if 99 in datamodule.splits["val"].rows else "train"
     pair = f"sample 99 ({split}) = sample 100 (test): the same picture in two splits"

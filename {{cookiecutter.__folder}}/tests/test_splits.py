@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from {{ cookiecutter.package_name }} import DataFaults, UserError
-from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.data import DataModule
 from {{ cookiecutter.package_name }}.splits import belonging, cut, equal_pairs, near_pairs
 
 ALONE = np.arange(1000)
@@ -34,8 +34,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def set_up(folder: Path, **options) -> ImageData:
-    datamodule = ImageData(source=str(folder), **options)
+def set_up(folder: Path, **options) -> DataModule:
+    datamodule = DataModule(source=str(folder), **options)
     datamodule.setup("fit")
     return datamodule
 

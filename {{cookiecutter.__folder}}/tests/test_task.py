@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from {{ cookiecutter.package_name }} import UserError
-from {{ cookiecutter.package_name }}.data import ImageData
+from {{ cookiecutter.package_name }}.data import DataModule
 from {{ cookiecutter.package_name }}.optim import cosine
 from {{ cookiecutter.package_name }}.resume import ResumePoint
 from {{ cookiecutter.package_name }}.task import ClassificationTask
@@ -91,7 +91,7 @@ def fit(make_trainer: Callable[..., L.Trainer]) -> Callable[..., tuple[Classific
         **options: Any,
     ) -> tuple[ClassificationTask, L.Trainer]:
         L.seed_everything(seed, workers=True, verbose=False)
-        datamodule = ImageData(batch_size=batch_size, max_shift=max_shift, seed=seed, num_workers=num_workers)
+        datamodule = DataModule(batch_size=batch_size, max_shift=max_shift, seed=seed, num_workers=num_workers)
         model = ClassificationTask(**{"width": 4, **(task or {})})
         trainer = make_trainer(**{"num_sanity_val_steps": 0, **options})
         trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
@@ -217,7 +217,7 @@ def test_network_is_in_train_mode_in_training_and_in_eval_mode_in_validation(fit
     assert (watch.train_modes, watch.val_modes) == ({True}, {False})
 
 
-def test_label_smoothing_is_of_training_alone(digits: ImageData) -> None:
+def test_label_smoothing_is_of_training_alone(digits: DataModule) -> None:
     task = ClassificationTask(label_smoothing=0.5)
     task.adopt(digits)
     logits, targets = torch.tensor([[9.0] + [0.0] * 9]), torch.tensor([0])
@@ -229,7 +229,7 @@ def test_loss_of_half_precision_logits_is_computed_in_float32(task: Classificati
     assert task.loss(torch.zeros(2, 10, dtype=torch.float16), torch.tensor([0, 1])).dtype == torch.float32
 
 
-def test_prediction_gives_probabilities(task: ClassificationTask, digits: ImageData) -> None:
+def test_prediction_gives_probabilities(task: ClassificationTask, digits: DataModule) -> None:
     probabilities = task.eval().predict_step(digits.splits["val"].__getitems__(list(range(20))), 0)
     torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(20))
 
@@ -238,7 +238,7 @@ def test_prediction_gives_probabilities(task: ClassificationTask, digits: ImageD
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_loss_and_accuracy_equal_a_plain_computation_over_all_samples(fit: Fit, digits: ImageData, split: str) -> None:
+def test_loss_and_accuracy_equal_a_plain_computation_over_all_samples(fit: Fit, digits: DataModule, split: str) -> None:
     # 230 and 270 samples: the last batch is smaller. Four epochs: some classes are told apart and others not yet.
     task, trainer = fit(max_epochs=4, batch_size=100, task={"lr": 0.01})
     trainer.test(task, datamodule=trainer.datamodule, verbose=False)
@@ -252,7 +252,7 @@ def test_loss_and_accuracy_equal_a_plain_computation_over_all_samples(fit: Fit, 
 
 
 def test_training_loss_is_the_mean_over_the_epoch(make_trainer: Callable[..., L.Trainer]) -> None:
-    datamodule = ImageData(batch_size=256, max_shift=0)
+    datamodule = DataModule(batch_size=256, max_shift=0)
     task = ClassificationTask(width=4, dropout=0.0, lr=0.0)
     trainer = make_trainer(max_epochs=1, num_sanity_val_steps=0)
     trainer.fit(task, datamodule=datamodule)
@@ -261,7 +261,7 @@ def test_training_loss_is_the_mean_over_the_epoch(make_trainer: Callable[..., L.
     assert trainer.callback_metrics["train_loss"].item() == pytest.approx(sum(losses) / 5, rel=1e-4)
 
 
-def test_metrics_start_afresh_each_epoch(fit: Fit, digits: ImageData) -> None:
+def test_metrics_start_afresh_each_epoch(fit: Fit, digits: DataModule) -> None:
     task, trainer = fit(max_epochs=3)
     inputs, targets = digits.splits["val"].__getitems__(list(range(230)))
     with torch.no_grad():
@@ -303,7 +303,7 @@ def test_checkpoint_holds_whatever_is_needed_to_use_it(trained: SimpleNamespace)
     assert {"classes", "input_spec", "fingerprint", "lr", "width", "batch_size", "split_seed"} <= parameters.keys()
 
 
-def test_checkpoint_holds_class_names_and_input_spec_of_its_data(trained: SimpleNamespace, digits: ImageData) -> None:
+def test_checkpoint_holds_class_names_and_input_spec_of_its_data(trained: SimpleNamespace, digits: DataModule) -> None:
     task = ClassificationTask.load_from_checkpoint(trained.best, weights_only=True)
     assert [task.hparams[key] for key in ("classes", "input_spec", "fingerprint")] == [
         digits.classes,
@@ -321,7 +321,7 @@ def test_checkpoint_holds_weights_in_float32_alone(trained: SimpleNamespace) -> 
 # Guards
 
 
-def test_network_of_other_classes_is_refused(trained: SimpleNamespace, digits: ImageData) -> None:
+def test_network_of_other_classes_is_refused(trained: SimpleNamespace, digits: DataModule) -> None:
     task = ClassificationTask.load_from_checkpoint(trained.best, weights_only=True)
     digits.classes = ["cat", "dog"]
     with pytest.raises(UserError, match=r"trained on .*, the data has multiclass classes \['cat', 'dog'\]"):
@@ -330,7 +330,7 @@ def test_network_of_other_classes_is_refused(trained: SimpleNamespace, digits: I
 
 def test_network_of_another_input_shape_is_refused(trained: SimpleNamespace) -> None:
     task = ClassificationTask.load_from_checkpoint(trained.best, weights_only=True)
-    datamodule = ImageData(image_size=16)
+    datamodule = DataModule(image_size=16)
     datamodule.setup("fit")
     with pytest.raises(UserError, match=r"inputs \[1, 8, 8\], the data has .* inputs \[1, 16, 16\]"):
         task.adopt(datamodule)
@@ -341,7 +341,7 @@ def test_training_on_is_refused_on_another_split(
 ) -> None:
     task = ClassificationTask.load_from_checkpoint(trained.best, weights_only=True)
     with pytest.raises(UserError, match="Bring back the same files and split, or train anew"):
-        make_trainer(max_epochs=1).fit(task, datamodule=ImageData(split_seed=7))
+        make_trainer(max_epochs=1).fit(task, datamodule=DataModule(split_seed=7))
 
 
 # On a GPU
@@ -368,7 +368,7 @@ def test_two_runs_on_a_gpu_with_one_seed_give_equal_weights(fit: Fit) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("width", 0), ("dropout", 1.5), ("lr", -0.1), ("warmup_fraction", 2.0)])
-def test_option_outside_its_range_is_refused(digits: ImageData, option: str, value: float) -> None:
+def test_option_outside_its_range_is_refused(digits: DataModule, option: str, value: float) -> None:
     with pytest.raises(UserError, match=rf"model\.{option} is {value}, expected .* Change --model\.{option}"):
         ClassificationTask(**{option: value}).adopt(digits)
 
@@ -463,7 +463,7 @@ def test_loss_that_is_not_finite_stops_the_run_at_its_batch(
     best = ModelCheckpoint(dirpath=tmp_path, **recipe["checkpoint"])
     task, trainer = Broken(width=2), make_trainer(max_epochs=3, callbacks=[best], enable_checkpointing=True)
     with pytest.raises(UserError, match=r"The loss is inf in epoch 2, batch 2, step 7\. Lower model\.lr"):
-        trainer.fit(task, datamodule=ImageData(batch_size=256))
+        trainer.fit(task, datamodule=DataModule(batch_size=256))
     weights = torch.load(tmp_path / "best.ckpt", weights_only=True)["state_dict"]
     assert trainer.global_step == 7 and all(torch.isfinite(value).all() for value in weights.values())
     assert all(torch.isfinite(value).all() for value in task.state_dict().values())  # no step was taken
@@ -475,12 +475,12 @@ def test_accumulated_batches_give_the_weights_of_a_large_batch(make_trainer: Cal
         torch.manual_seed(1)
         task = ClassificationTask(backbone="mlp", width=2, lr=0.01)
         trainer = make_trainer(max_epochs=2, accumulate_grad_batches=accumulate)
-        trainer.fit(task, datamodule=ImageData(batch_size=batch_size, max_shift=0))
+        trainer.fit(task, datamodule=DataModule(batch_size=batch_size, max_shift=0))
         weights.append(torch.cat([value.flatten() for value in task.network.parameters()]))
     assert torch.allclose(weights[0], weights[1], atol=1e-5)
 
 
-def test_a_compiled_network_has_the_same_checkpoint(digits: ImageData, make_trainer: Callable[..., L.Trainer]) -> None:
+def test_a_compiled_network_has_the_same_checkpoint(digits: DataModule, make_trainer: Callable[..., L.Trainer]) -> None:
     tasks = [ClassificationTask(width=2, compile=value) for value in (True, False)]
     for task in tasks:
         task.adopt(digits)
@@ -506,7 +506,7 @@ def test_class_weights_leave_the_validation_loss_as_it_is(task: ClassificationTa
     assert len(losses) == 1
 
 
-def test_automatic_class_weights_are_those_of_the_data(task: ClassificationTask, digits: ImageData) -> None:
+def test_automatic_class_weights_are_those_of_the_data(task: ClassificationTask, digits: DataModule) -> None:
     assert weighted(task, "auto").loss_weight.tolist() == pytest.approx(digits.balance)
 
 
@@ -552,6 +552,6 @@ def test_training_with_mixed_samples_gets_soft_targets(option: str, make_trainer
             seen.append(batch[1])
 
     trainer = make_trainer(max_epochs=1, num_sanity_val_steps=0, callbacks=[Keep()])
-    trainer.fit(ClassificationTask(width=1), datamodule=ImageData(batch_size=256, **{option: 1.0}))
+    trainer.fit(ClassificationTask(width=1), datamodule=DataModule(batch_size=256, **{option: 1.0}))
     assert (seen[0].shape, seen[0].dtype, seen[-1].dtype) == ((256, 10), torch.float32, torch.int64)
     assert float((seen[0].amax(dim=1) < 1).float().mean()) > 0.5

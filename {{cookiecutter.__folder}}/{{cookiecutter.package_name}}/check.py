@@ -90,6 +90,10 @@ def check_labels(datamodule: LightningDataModule) -> list[str]:
         if len(split) == 0:
             faults.append(f"{name}: the split is empty. Add samples.")
             continue
+        if labels.is_floating_point():
+            print(f"  {name:6}{len(split):7,} samples, numbers from {labels.min():g} to {labels.max():g}")
+            faults += [f"{name}: some are NaN or infinite. Take these samples out."] * (not labels.isfinite().all())
+            continue
         outside = sorted({*labels.unique().tolist()} - {*(range(2) if several else range(len(classes)))})
         if outside:
             faults.append(f"{name}: labels {outside}, expected 0 to {len(classes) - 1}. Correct them in sources.py.")
@@ -122,19 +126,18 @@ def check_batch(task: Any, datamodule: LightningDataModule, name: str, batch: tu
     if inputs.min() == inputs.max():
         return [f"{name}: every input value of the batch is {inputs.min().item()}. See data.py."]
     print(f"  {name:6}inputs {describe(inputs)}; targets {describe(targets)}")
-    if "mean" in spec:
-        mean, std = (torch.tensor(spec[key]).view(-1, 1, 1) for key in ("mean", "std"))
-        normalized = (inputs.float() / 255 - mean) / std
+    if normalize := getattr(task.network, "normalize", None):
+        normalized = normalize(inputs)
         print(f"        normalized: mean {normalized.mean():.2f}, deviation {normalized.std():.2f}")
         if normalized.mean().abs() > 3 or not 0.1 < normalized.std() < 10:
             return [f"{name}: that is far from mean 0 and deviation 1. See the statistics in data.py."]
     with torch.no_grad():
         loss = float(task.eval().loss(task(inputs), targets))
-    chance = math.log(2 if datamodule.task == "multilabel" else len(datamodule.classes))
-    print(f"        loss {loss:.3f}, by chance {chance:.3f}")
+    chance = {"multiclass": math.log(len(datamodule.classes)), "multilabel": math.log(2)}.get(datamodule.task)
+    print(f"        loss {loss:.3f}" + (f", by chance {chance:.3f}" if chance else ""))
     if not math.isfinite(loss):
         return [f"{name}: the untrained network's loss is {loss}. See model.py and task.py."]
-    if not chance / 3 < loss < 3 * chance:
+    if chance and not chance / 3 < loss < 3 * chance:
         print("  warning: that is far from chance. See the last layer in model.py and the loss in task.py.")
     return []
 

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from . import PACKAGE, ROOT, UserError, runs
 from .check import check
-from .data import ImageData
+from .data import DataModule
 from .export import OnnxExport, export, export_summary
 from .images import replace_file
 from .parser import Parser
@@ -32,7 +32,7 @@ from .tracking import MLflowRun
 RECIPE = ROOT / "recipe.yaml" if (ROOT / "recipe.yaml").is_file() else PACKAGE / "recipe.yaml"
 
 # What a bare argument means, where it is no checkpoint: `predict photos/`.
-POSITIONAL = {"predict": "--data.predict_dir"}
+POSITIONAL = {"predict": "--data.predict_source"}
 
 
 class Trainer(L.Trainer):
@@ -164,13 +164,14 @@ class CLI(LightningCLI):
             self.trainer.logger.keep_open = False
             self.trainer.logger.finalize(status)
 
-    def predict(self, model: L.LightningModule, datamodule: ImageData, **kwargs: Any) -> None:
+    def predict(self, model: L.LightningModule, datamodule: DataModule, **kwargs: Any) -> None:
         """Classify a folder of images into a CSV in the checkpoint's run."""
         batches: Any = self.trainer.predict(model, datamodule=datamodule, **kwargs)
-        name = f"predictions-{Path(datamodule.hparams['predict_dir']).resolve().name}.csv"
+        source = Path(datamodule.hparams["predict_source"]).resolve()
+        name = f"predictions-{source.name if source.is_dir() else source.stem}.csv"
         path = runs.run_folder(kwargs["ckpt_path"]) / name
-        runs.write_predictions(path, datamodule.predict_files, model, torch.cat(batches))
-        print(f"{len(datamodule.predict_files)} images classified: {os.path.relpath(path)}")
+        runs.write_predictions(path, datamodule.predict_names, model, torch.cat(batches))
+        print(f"{len(datamodule.predict_names)} predicted: {os.path.relpath(path)}")
 
 
 def quiet() -> None:
@@ -203,7 +204,7 @@ def run() -> None:
         sys.argv[1:] = [command, *arguments]
         CLI(
             ClassificationTask,
-            ImageData,
+            DataModule,
             save_config_callback=runs.RunFolder,
             trainer_class=Trainer,
             parser_class=Parser,

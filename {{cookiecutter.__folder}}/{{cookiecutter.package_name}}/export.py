@@ -24,6 +24,8 @@ from .runs import run_folder
 # Operations that only training has; whether ONNX Runtime carries them out depends on its optimisation level.
 TRAINING_ONLY = {"Dropout", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli"}
 
+ACTIVATIONS = {"multiclass": "softmax", "multilabel": "sigmoid"}
+
 
 def freeze(network: nn.Module) -> nn.Module:
     """An independent float32 copy on the CPU, in eval mode; the network itself is left as it is.
@@ -146,7 +148,7 @@ class OnnxExport(Callback):
                     "name": "logits",
                     "shape": ["batch", len(classes)],
                     "dtype": "float32",
-                    "activation": "sigmoid" if datamodule.task == "multilabel" else "softmax",  # to probabilities
+                    "activation": ACTIVATIONS.get(datamodule.task, "none"),  # to probabilities
                 },
                 "classes": classes,
                 "parity": verify(task, frozen, path, datamodule.splits["val"], self.tolerance),

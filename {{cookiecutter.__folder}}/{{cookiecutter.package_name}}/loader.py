@@ -1,21 +1,22 @@
-"""How batches are fetched: whole, in an order that depends on seed and epoch alone, by a fitting number of workers."""
+"""How batches are fetched: whole, by a fitting number of workers, and the same for a resumed run."""
 
-import hashlib
 import os
-import random
 import sys
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
-from lightning import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
-from . import UserError, usable_cores
-from .images import Stored, central
+from . import usable_cores
+from .images import Stored, central, combine_hashes
+from .listing import SPLITS
+from .order import seed_batch, training_order
+from .sources import Source
 
 Batch = tuple[Tensor, Tensor]
 
@@ -54,97 +55,6 @@ class LazyLoader(DataLoader[Batch]):
         yield from super().__iter__()
 
 
-class BalancedSampler(DistributedSampler[int]):
-    """Draws each sample with a probability, with replacement; as many as there are, shared out over the devices.
-
-    Args:
-        weights: (M,) float64, proportional to the probability of each sample.
-    """
-
-    def __init__(self, weights: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.weights = weights
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        drawn = torch.multinomial(self.weights, self.total_size, replacement=True, generator=generator)
-        return iter(drawn[self.rank : self.total_size : self.num_replicas].tolist())
-
-
-def sample_weights(split: ImageSet, class_counts: dict[str, int]) -> Tensor:
-    """(M,) float64, inverse to the number of samples of each one's class. Of several labels the rarest counts; a sample
-    without any is taken for one of the most frequent class."""
-    counts = torch.tensor(list(class_counts.values()), dtype=torch.float64)
-    labels = split.labels[split.rows]
-    return 1 / counts[labels] if labels.ndim == 1 else (labels / counts).amax(dim=1).clamp(min=1 / counts.max())
-
-
-def done_batches(trainer: Trainer) -> int:
-    """Batches of this epoch that training has finished; while a batch is on its way to the network, its index."""
-    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-
-
-def seed_batch(trainer: Trainer, seed: int) -> None:
-    """Augmentation and dropout draw from (seed, epoch, batch, rank), so that a resumed run draws what it would have."""
-    key = f"{seed}/{trainer.current_epoch}/{done_batches(trainer)}/{trainer.global_rank}"
-    value = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(value)  # torch.manual_seed takes ten times as long without CUDA
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(value)
-
-
-class Remaining(Sampler[int]):
-    """What an order leaves to be done of its epoch. Its length is that of the whole epoch, which Lightning counts by.
-
-    Args:
-        order: Indices as a function of the epoch.
-        trainer: Knows, when the epoch's first batch is asked for, how many are done; outside of training none is.
-        batch_size: Samples in each of these.
-    """
-
-    def __init__(self, order: DistributedSampler[int], trainer: Trainer | None, batch_size: int) -> None:
-        self.order, self.trainer, self.batch_size = order, trainer, batch_size
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        done = done_batches(self.trainer) if self.trainer and self.trainer.training else 0
-        return islice(iter(self.order), done * self.batch_size, None)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.order.set_epoch(epoch)
-
-
-def training_order(
-    split: ImageSet, options: Mapping[str, Any], class_counts: dict[str, int], trainer: Trainer | None
-) -> Remaining:
-    """The order of training samples, a function of seed and epoch: each once, or balanced, as often as others.
-
-    Args:
-        split: The training split.
-        options: Those of the data module: `batch_size`, `balanced`, `seed`.
-        class_counts: Samples of each class.
-        trainer: Knows how many devices share the split, and how much of an epoch is done; None where there is one.
-
-    Raises:
-        UserError: Not even one batch could be filled.
-    """
-    world_size, rank = (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
-    if len(split) // world_size < options["batch_size"]:
-        raise UserError(
-            f"{len(split)} training images for {world_size} device(s) are fewer than a batch of "
-            f"{options['batch_size']} for each. Add images, or set --data.batch_size lower."
-        )
-    shares: dict[str, Any] = {"num_replicas": world_size, "rank": rank, "seed": options["seed"], "drop_last": True}
-    order = DistributedSampler[int](split, **shares)
-    if options["balanced"]:
-        order = BalancedSampler(sample_weights(split, class_counts), split, **shares)
-    return Remaining(order, trainer, options["batch_size"])
-
-
 def choose_num_workers(images: Any, cuda: bool) -> int:
     """Worker processes of a loader: none in a notebook, where they hang or lose their output, nor where they would do
     nothing but copy memory for a device that is this very processor; else up to 8, and never more than the cores that
@@ -153,3 +63,89 @@ def choose_num_workers(images: Any, cuda: bool) -> int:
     if cheap or "ipykernel" in sys.modules:
         return 0
     return min(8, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+class Loaders(L.LightningDataModule):
+    """Loaders of the splits that a data module sets up, whatever its inputs are.
+
+    Such a module has the options `batch_size`, `num_workers`, `seed`, `balanced`, `on_bad_file` and `predict_source`.
+    Its `setup` fills `splits`, each like an `ImageSet`, and `input_spec` (`name`, `shape` and `dtype` of one input, and
+    what its network asks for), and calls `adopt`; for `predict`, it fills `splits["predict"]` and `predict_names`.
+    """
+
+    input_spec: dict[str, Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.splits: dict[str, Any] = {}
+        self.documents: dict[str, bytes] = {}  # files that are kept with the run, by name
+        self.report: list[str] = []
+        self.faults: list[str] = []
+        self.predict_names: list[str] = []
+
+    def adopt(self, source: Source) -> None:
+        """Note what the network, the checkpoint and the contract have to know of the data."""
+        self.classes, self.class_counts = source.classes, source.counts(source.splits["train"])
+        self.balance = source.balance(source.splits["train"])
+        self.task = "multilabel" if source.labels.ndim == 2 else "multiclass"
+        if source.labels.dtype.kind == "f":
+            self.task = "regression"
+        rows = [f"{name} {source.splits[name].tolist()}" for name in SPLITS]
+        self.fingerprint = {"data_hash": source.data_hash, "split_hash": combine_hashes([source.data_hash, *rows])}
+        self.documents = {"split.csv": source.split_table()}
+        left_out = [f"{name}: {reason}" for name, reason in source.left_out.items()]
+        self.faults, self.report = source.faults, source.report
+        if self.hparams["on_bad_file"] == "stop":
+            self.faults = left_out + source.faults
+            hint = f"{len(left_out)} can't be used; --data.on_bad_file skip would leave them out"
+            self.report = source.report + [hint] * bool(left_out)
+        elif left_out:
+            self.report = source.report + [f"left out {line}" for line in left_out]
+            self.documents["left_out.txt"] = "\n".join(left_out).encode()
+            self.fingerprint["left_out_hash"] = combine_hashes(left_out)
+
+    def loader(self, name: str) -> LazyLoader:
+        """Batches of one split; of this process's share of it where several devices work together."""
+        split, seed = self.splits[name], self.hparams["seed"]
+        world_size, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        sampler: Sampler[int] | range = range(rank, len(split), world_size)  # unpadded: metrics are exact
+        if name == "train":
+            sampler = training_order(split, self.hparams, self.class_counts, self.trainer)
+        cuda = bool(self.trainer) and isinstance(self.trainer.accelerator, CUDAAccelerator)
+        num_workers = self.hparams["num_workers"]
+        if num_workers is None:
+            num_workers = choose_num_workers(split.images, cuda)
+        return LazyLoader(
+            split,
+            batch_size=self.hparams["batch_size"],
+            sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=default_convert,  # batches are fetched whole
+            drop_last=name == "train",  # a last batch of a few samples would disturb the statistics of batch norm
+            pin_memory=cuda,
+            generator=torch.Generator().manual_seed(seed),  # seeds the workers
+            persistent_workers=num_workers > 0,
+            prefetch_factor=4 if num_workers > 0 else None,
+        )
+
+    def train_dataloader(self) -> LazyLoader:
+        return self.loader("train")
+
+    def val_dataloader(self) -> LazyLoader:
+        return self.loader("val")
+
+    def test_dataloader(self) -> LazyLoader:
+        return self.loader("test")
+
+    def predict_dataloader(self) -> LazyLoader:
+        return self.loader("predict")
+
+    def augment(self, batch: Batch) -> Batch:
+        """A training batch as the network sees it."""
+        return batch
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        if self.trainer and self.trainer.training:
+            seed_batch(self.trainer, self.hparams["seed"])
+            batch = self.augment(batch)
+        return batch

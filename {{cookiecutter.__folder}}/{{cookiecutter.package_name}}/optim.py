@@ -1,4 +1,4 @@
-"""By which steps the weights change: the optimizer and its learning-rate schedule."""
+"""By which steps which weights change: the optimizer, its parameter groups and its learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from . import UserError
-from .model import parameter_groups
 
 RANGES: dict[str, tuple[float, float]] = {"lr": (0, 1e3), "weight_decay": (0, 1e3), "momentum": (0, 0.9999)}
 RANGES |= {"warmup_fraction": (0, 1), "backbone_lr_factor": (0, 1), "layer_decay": (0.01, 1)}
@@ -61,6 +60,48 @@ class PlateauOfPeaks(ReduceLROnPlateau):
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key != "steps"}  # which has its own
+
+
+def stages(network: nn.Module) -> list[nn.Module]:
+    """The parts of `network.features`, from the inputs on, that rates and freezing tell apart; none without it."""
+
+    def parts(module: nn.Module) -> list[nn.Module]:
+        found = [part for part in module.children() if next(part.parameters(), None) is not None]
+        if len(found) > 2 or not any(isinstance(part, nn.Sequential) for part in found):
+            return found
+        return [inner for part in found for inner in (parts(part) if isinstance(part, nn.Sequential) else [part])]
+
+    return parts(dict(network.named_children()).get("features", nn.Identity()))
+
+
+def parameter_groups(network: nn.Module, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Groups for the optimizer that hold each parameter once. Matrices and kernels decay, biases and norm layers (one
+    axis) do not: that would only change the effective learning rate (arXiv:1812.01187, section 3.1).
+
+    Args:
+        network: Without a part `head`, all of it has one rate.
+        options: `lr`, of the head; `backbone_lr_factor`, that of the rest as a share of it; `layer_decay`, a further
+            factor for each stage on the way from the head to the inputs (arXiv:1801.06146); `weight_decay`.
+    """
+    parts = stages(network)
+    depths = {id(p): len(parts) - row for row, part in enumerate(parts) for p in part.parameters()}  # of the last: 1
+    head = {id(p) for p in dict(network.named_children()).get("head", network).parameters()}
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for parameter in (p for p in network.parameters() if p.requires_grad):
+        factor = 1.0
+        if id(parameter) not in head:
+            factor = options["backbone_lr_factor"] * options["layer_decay"] ** depths.get(id(parameter), len(parts))
+        decay = options["weight_decay"] if parameter.ndim > 1 else 0.0
+        group = {"params": [], "lr": options["lr"] * factor, "weight_decay": decay}
+        groups.setdefault((factor, decay), group)["params"].append(parameter)
+    return list(groups.values())
+
+
+def freeze(network: nn.Module, num_frozen: int) -> None:
+    """Stop the first stages of a network from learning, the statistics of their batch norms included, and let the rest
+    learn. Their gradients are None, so that no optimizer touches them, and none has to be told."""
+    for row, part in enumerate(stages(network)):
+        part.requires_grad_(row >= num_frozen).train(row >= num_frozen)
 
 
 def make_optimizer(groups: list[dict[str, Any]], options: Mapping[str, Any], fused: bool) -> Optimizer:

@@ -10,7 +10,9 @@ COLUMNS, ROWS, SIDE, MARGIN, LINE = 8, 4, 120, 6, 16  # pixels
 
 
 def caption(target: Tensor, classes: list[str]) -> list[str]:
-    """One or two lines: the class; the labels that hold; or, of a mixed sample, the two largest shares."""
+    """One or two lines: the class or number; the labels that hold; or, of a mixed sample, the two largest shares."""
+    if target.ndim == 0 and target.is_floating_point():
+        return [f"{target:.4g}"]
     if target.ndim == 0:
         return [classes[int(target)]]
     shares, rows = target.topk(min(2, len(classes)))

@@ -62,7 +62,7 @@ def load_checkpoint(path: str) -> dict[str, Any]:
 def checkpoint_options(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The options, nested as in the recipe, that a checkpoint was trained with; not those of its machine and call."""
     model, data = checkpoint["hyper_parameters"], checkpoint["datamodule_hyper_parameters"]
-    other = {"num_workers", "data_dir", "cache_dir", "predict_dir", "seed"}
+    other = {"num_workers", "data_dir", "cache_dir", "predict_source", "seed"}
     return {
         "seed_everything": data["seed"],
         "model": {key: value for key, value in model.items() if key[0] != "_"},
@@ -133,19 +133,22 @@ def evaluate(
     return metrics
 
 
-def write_predictions(path: Path, files: list[Path], model: LightningModule, probabilities: torch.Tensor) -> None:
-    """A CSV with one row for each image: file, class and probability, or for multi-label the labels of at least 0.5
-    between semicolons and the probability of each. `probabilities` are (N, K)."""
-    classes, several = model.hparams["classes"], model.hparams["task"] == "multilabel"
+def write_predictions(path: Path, names: list[str], model: LightningModule, outputs: torch.Tensor) -> None:
+    """A CSV with one row for each sample: its name, class and probability; for multi-label the labels of at least 0.5
+    between semicolons and the probability of each; of another task the outputs as they are, (N, K)."""
+    classes, task = model.hparams["classes"], model.hparams["task"]
+    heads = {"multiclass": ["class", "probability"], "multilabel": ["labels", *classes]}
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["file", "labels", *classes] if several else ["file", "class", "probability"])
-        for image, row in zip(files, probabilities.tolist(), strict=True):
-            if several:
-                names = [name for name, value in zip(classes, row, strict=True) if value >= 0.5]
-                writer.writerow([image.as_posix(), ";".join(names), *(f"{value:.6f}" for value in row)])
-            else:
-                writer.writerow([image.as_posix(), classes[row.index(max(row))], f"{max(row):.6f}"])
+        writer.writerow(["file", *heads.get(task, classes)])
+        for name, row in zip(names, outputs.tolist(), strict=True):
+            values = [f"{value:.6f}" for value in row]
+            if task == "multiclass":
+                values = [classes[row.index(max(row))], max(values)]
+            elif task == "multilabel":
+                labels = [label for label, value in zip(classes, row, strict=True) if value >= 0.5]
+                values = [";".join(labels), *values]
+            writer.writerow([name, *values])
 
 
 def summary(best: Path, metrics: dict[str, float], seconds: float, leaves: list[str]) -> str:

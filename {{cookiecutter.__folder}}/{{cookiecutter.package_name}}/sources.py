@@ -30,7 +30,8 @@ class Source:
 
     Args:
         images: Indexed like a tensor of (N, H, W, C) uint8.
-        labels: (N,) int64 class indices, or, where a sample can have several labels, (N, K) uint8 of 0 and 1.
+        labels: (N,) int64 class indices; where a sample can have several labels, (N, K) uint8 of 0 and 1; or (N,)
+            float32 numbers, for a task of your own that predicts these.
         classes: Names of the K classes.
         size: Height and width in pixels that the network gets, of images that may be stored larger.
         data_hash: Covers contents, labels and names.
@@ -59,14 +60,16 @@ class Source:
     faults: list[str] = field(default_factory=list)
 
     def counts(self, rows: np.ndarray) -> dict[str, int]:
-        """How many of some samples have each label, by class name."""
+        """How many of some samples have each label, by class name; none where labels are numbers."""
         labels = self.labels[rows]
+        if labels.dtype.kind == "f":
+            return {}
         counts = labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=len(self.classes))
         return dict(zip(self.classes, counts.tolist(), strict=False))
 
     def balance(self, rows: np.ndarray) -> list[float]:
         """Weights that make all classes count alike: for multi-label, samples without a label over those with it."""
-        counts = np.array(list(self.counts(rows).values()), dtype=np.float64).clip(min=1)
+        counts = np.array(list(self.counts(rows).values()), dtype=np.float64).clip(min=1)  # empty for numbers
         several = self.labels.ndim == 2
         weights = (len(rows) - counts).clip(min=1) / counts if several else len(rows) / (len(counts) * counts)
         return [float(weight) for weight in weights]
@@ -78,8 +81,10 @@ class Source:
         writer.writerow(["sample", "split", "labels"])
         for name, rows in self.splits.items():
             for row in rows.tolist():
-                marks = np.flatnonzero(self.labels[row]) if self.labels.ndim == 2 else [self.labels[row]]
-                writer.writerow([self.names[row], name, ";".join(self.classes[mark] for mark in marks)])
+                label = self.labels[row]
+                marks = np.flatnonzero(label) if self.labels.ndim == 2 else [label]
+                words = [str(label)] if self.labels.dtype.kind == "f" else [self.classes[mark] for mark in marks]
+                writer.writerow([self.names[row], name, ";".join(words)])
         return table.getvalue().encode()
 
 

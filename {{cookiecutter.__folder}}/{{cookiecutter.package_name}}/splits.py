@@ -72,7 +72,7 @@ def cut(train: np.ndarray, labels: np.ndarray, units: np.ndarray, fraction: floa
 
     Args:
         train: (M,) int64 samples to choose from.
-        labels: Of all samples: (N,) int64 class indices, or (N, K) uint8 for multi-label.
+        labels: Of all samples: (N,) int64 class indices, (N, K) uint8 for multi-label, or (N,) float32 numbers.
         units: (N,) int64; samples with the same number stay together.
         fraction: Share that moves.
         seed: The same seed gives the same choice.
@@ -80,6 +80,8 @@ def cut(train: np.ndarray, labels: np.ndarray, units: np.ndarray, fraction: floa
     Raises:
         ValueError: A class is too rare to be in both.
     """
+    if labels.dtype.kind == "f":
+        labels = np.zeros(len(labels), dtype=np.int64)
     if labels.ndim == 1 and len(np.unique(units[train])) == len(train):
         return np.sort(train_test_split(train, test_size=fraction, stratify=labels[train], random_state=seed)[1])
     labels = labels if labels.ndim == 2 else np.eye(labels.max() + 1, dtype=np.uint8)[labels]

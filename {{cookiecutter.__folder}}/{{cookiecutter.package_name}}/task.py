@@ -11,7 +11,8 @@ from torchmetrics import MetricCollection
 
 from . import UserError, optim, refuse_outside
 from .metrics import choose_weights, counting, make_metrics
-from .model import freeze, make_network, stages
+from .model import make_network
+from .optim import freeze, stages
 
 Batch = tuple[Tensor, Tensor]
 
