@@ -6,6 +6,7 @@ import sys
 COMMANDS = {
     "fit": "check the data, train, then evaluate, export and register the best checkpoint",
     "check": "look for whatever could spoil a run, without training",
+    "tune": "try out learning rates, or batch sizes, and say which suits",
     "validate": "measure a checkpoint on the validation split",
     "test": "measure a checkpoint on the test split",
     "predict": "FOLDER: classify a folder of images into a CSV",
@@ -25,7 +26,7 @@ def main() -> None:
         print(f"usage: {name} COMMAND [--OPTION VALUE ...]\n")
         print("\n".join(f"  {command:10}{text}" for command, text in COMMANDS.items()))
         print(
-            f"\nAll but fit and check take a checkpoint, --ckpt_path PATH; by default the best one of the newest run.\n"
+            "\nAll but fit, check and tune take --ckpt_path PATH, by default the best checkpoint of the newest run.\n"
             f"Options, with their defaults from recipe.yaml: {name} COMMAND --help"
         )
     else:

@@ -1,33 +1,39 @@
 """The command line: which model, data and callbacks make a run, what follows it, and how mistakes are answered."""
 
-import logging
 import os
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 import yaml
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    TQDMProgressBar,
+)
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from . import PACKAGE, ROOT, UserError, runs
 from .check import check
+from .curves import Curves
 from .data import DataModule
 from .export import OnnxExport, export, export_summary
 from .images import replace_file
-from .parser import Parser
+from .parser import Parser, quiet
 from .registry import Registry, register, register_best
 from .resume import DurableIO, ResumePoint
 from .speed import cpu_precision
 from .task import ClassificationTask
 from .tracking import MLflowRun
+from .tune import tune
 
 RECIPE = ROOT / "recipe.yaml" if (ROOT / "recipe.yaml").is_file() else PACKAGE / "recipe.yaml"
 
@@ -39,6 +45,7 @@ class Trainer(L.Trainer):
     """Lightning's Trainer, with our commands beside its own: each method that `CLI.subcommands` names is one."""
 
     check = check
+    tune = tune
     export = export
     register = register
 
@@ -52,6 +59,7 @@ class CLI(LightningCLI):
         return {
             **LightningCLI.subcommands(),
             "check": ours,
+            "tune": ours,
             "export": ours,
             "register": ours,  # a line for each, to be taken out with its file
         }
@@ -61,8 +69,10 @@ class CLI(LightningCLI):
         parser.add_class_arguments(MLflowRun, "logger", instantiate=False)  # only where a run is recorded
         parser.add_lightning_class_args(TQDMProgressBar, "progress_bar")
         parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
+        parser.add_lightning_class_args(EMAWeightAveraging, "ema")
         parser.add_lightning_class_args(EarlyStopping, "early_stopping")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")  # the first one is the Trainer's own: the best
+        parser.add_lightning_class_args(Curves, "curves")
         parser.add_lightning_class_args(ResumePoint, "last")
         parser.add_lightning_class_args(OnnxExport, "onnx")  # not "export": the command has the name
         parser.add_lightning_class_args(Registry, "registry")
@@ -109,8 +119,9 @@ class CLI(LightningCLI):
             config["enable_progress_bar"] = False
             callbacks.append(runs.EpochLine())
         on = {
-            **dict.fromkeys((ModelCheckpoint, ResumePoint), config["enable_checkpointing"] is not False),
+            **dict.fromkeys((ModelCheckpoint, Curves, ResumePoint), config["enable_checkpointing"] is not False),
             EarlyStopping: fitting,
+            EMAWeightAveraging: fitting and self._get(self.config, "ema")["decay"] > 0,
             TQDMProgressBar: config["enable_progress_bar"] is not False,
             LearningRateMonitor: fitting and config["logger"] is not False,
         }
@@ -174,27 +185,11 @@ class CLI(LightningCLI):
         print(f"{len(datamodule.predict_names)} predicted: {os.path.relpath(path)}")
 
 
-def quiet() -> None:
-    """Silence what is no news to the user; everything else stays visible."""
-    tips = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    tips.addFilter(lambda record: "Tip:" not in record.getMessage())  # adverts for other products
-    for message in (
-        ".*does not have many workers.*",  # data in memory is faster without
-        ".*isinstance.treespec, LeafSpec.*",  # Lightning's own use of torch
-        ".*It is recommended to use .self.log.*sync_dist=True.*",  # torchmetrics has synchronised it already
-        ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its folder
-        ".*ended before the epoch ended and your dataloader is not resumable.*",  # ours is, see resume.py
-        "Image size .* exceeds limit.*",  # such a file is refused, by name
-        ".*callbacks used to create the checkpoint need to be provided.*",  # only to train on, not to measure or export
-    ):
-        warnings.filterwarnings("ignore", message)
-
-
 def run() -> None:
     """Run the command of `sys.argv`; a user's mistake ends in one message and exit code 1 or 2."""
     quiet()
     command, arguments = sys.argv[1], sys.argv[2:]
-    trains = command in ("fit", "check")
+    trains = command in ("fit", "check", "tune")
     if arguments and not trains and not arguments[0].startswith("-"):
         arguments.insert(0, POSITIONAL.get(command, "--ckpt_path"))
     explicit = any(word.split("=")[0] in ("--ckpt_path", "--help", "-h", "--print_config") for word in arguments)

@@ -1,7 +1,9 @@
-"""How a mistake on the command line is answered."""
+"""What the command line says: a mistake is answered in three lines, and what is no news is not said."""
 
 import difflib
+import logging
 import sys
+import warnings
 from typing import NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -23,3 +25,19 @@ class Parser(LightningArgumentParser):
             print(f"Did you mean {' '.join(close)}?", file=sys.stderr)
         print(f"All options: python -m {PACKAGE.name} {sys.argv[1]} --help", file=sys.stderr)
         sys.exit(2)
+
+
+def quiet() -> None:
+    """Silence what is no news to the user; everything else stays visible."""
+    tips = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    tips.addFilter(lambda record: "Tip:" not in record.getMessage())  # adverts for other products
+    for message in (
+        ".*does not have many workers.*",  # data in memory is faster without
+        ".*isinstance.treespec, LeafSpec.*",  # Lightning's own use of torch
+        ".*It is recommended to use .self.log.*sync_dist=True.*",  # torchmetrics has synchronised it already
+        ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its folder
+        ".*ended before the epoch ended and your dataloader is not resumable.*",  # ours is, see resume.py
+        "Image size .* exceeds limit.*",  # such a file is refused, by name
+        ".*callbacks used to create the checkpoint need to be provided.*",  # only to train on, not to measure or export
+    ):
+        warnings.filterwarnings("ignore", message)

@@ -76,7 +76,7 @@ class ResumePoint(Checkpoint):
             link.unlink(missing_ok=True)
             link.hardlink_to(last)  # so that at no moment there is none
             link.replace(last.with_name("previous.ckpt"))
-        trainer.save_checkpoint(last)
+        trainer.save_checkpoint(last, weights_only=False)  # the state of the optimizer as well
         self.saved = time.monotonic()
 
     def may_stop(self, trainer: Trainer) -> bool:

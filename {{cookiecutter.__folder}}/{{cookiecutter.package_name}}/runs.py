@@ -78,7 +78,8 @@ class RunFolder(SaveConfigCallback):
             return
         folder = Path(trainer.strategy.broadcast(self.make() if trainer.is_global_zero else ""))  # one for all ranks
         for callback in trainer.checkpoint_callbacks:
-            callback.dirpath = callback.dirpath or str(folder / "checkpoints")  # type: ignore[attr-defined]
+            if hasattr(callback, "dirpath"):
+                callback.dirpath = callback.dirpath or str(folder / "checkpoints")
         if isinstance(trainer.logger, MLflowRun):
             trainer.logger.use_folder(folder)
         if trainer.is_global_zero:
