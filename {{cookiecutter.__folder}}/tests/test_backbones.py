@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from {{ cookiecutter.package_name }}.export import freeze, write_onnx
 from {{ cookiecutter.package_name }}.model import MLP, Network, make_network
 from {{ cookiecutter.package_name }}.optim import stages
 from {{ cookiecutter.package_name }}.parity import compare
+from {{ cookiecutter.package_name }}.runs import load_checkpoint
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
 SPEC = {"name": "images", "shape": [3, 32, 32], "dtype": "uint8", "mean": [0.5] * 3, "std": [0.25] * 3}
@@ -123,6 +125,24 @@ def test_a_checkpoint_needs_no_pretrained_weights(weights: dict[str, Tensor], tm
     again.load_state_dict(task.state_dict())
     inputs = datamodule.splits["val"].__getitems__([0, 1, 2])[0]
     assert torch.equal(again.eval()(inputs), task.eval()(inputs))
+
+
+def test_all_but_the_head_comes_from_a_checkpoint(trained: SimpleNamespace) -> None:
+    spec = {"input_spec": {**SPEC, "shape": [1, 8, 8], "mean": [0.5], "std": [0.25]}, "backbone": "small"}
+    own, weights = (
+        make_network({**OPTIONS, **spec}, str(trained.best)),
+        load_checkpoint(str(trained.best))["state_dict"],
+    )
+    body = {key: value for key, value in own.state_dict().items() if not key.startswith("head.")}
+    assert len(body) > 10 and all(torch.equal(value, weights[f"network.{key}"]) for key, value in body.items())
+    assert own.head[1].weight.shape[0] == 3
+
+
+@pytest.mark.parametrize("change", [{"width": 8}, {"backbone": "mlp"}])
+def test_a_checkpoint_of_another_network_is_refused(trained: SimpleNamespace, change: dict[str, Any]) -> None:
+    spec = {"input_spec": {**SPEC, "shape": [1, 8, 8], "mean": [0.5], "std": [0.25]}, "backbone": "small"}
+    with pytest.raises(UserError, match=r"model.pretrained .*best.ckpt is of another network"):
+        make_network({**OPTIONS, **spec, **change}, str(trained.best))
 
 
 def test_a_known_network_is_exported_equal(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def version(client: Any) -> Any:
 def metrics(trained: SimpleNamespace) -> dict[str, float]:
     """Those of the best checkpoint."""
     content: dict[str, float] = json.loads((trained.folder / "metrics.json").read_text())
-    return {key: value for key, value in content.items() if key != "checkpoint_sha256"}
+    return {key: value for key, value in content.items() if key not in ("checkpoint_sha256", "per_class")}
 
 
 @pytest.fixture
@@ -303,3 +303,16 @@ def test_first_runs_at_the_same_moment_all_find_a_registry_that_answers(project:
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(rehearse, range(8))) == {"registry answers"}
+
+
+def test_the_run_has_recipe_environment_split_and_picture_as_files(client: Any, version: Any) -> None:
+    names = {item.path for item in client.list_artifacts(version.run_id)}
+    assert {"recipe.yaml", "environment.txt", "split.csv", "train_batch.png"} <= names
+
+
+def test_metrics_of_each_class_are_kept(trained: SimpleNamespace) -> None:
+    content = json.loads((trained.folder / "metrics.json").read_text())["per_class"]
+    assert {name: list(values) for name, values in content.items()} == {
+        "val_acc_per_class": [str(row) for row in range(10)],
+        "test_acc_per_class": [str(row) for row in range(10)],
+    }

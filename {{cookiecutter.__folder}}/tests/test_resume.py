@@ -106,6 +106,15 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_names_the_cause(tmp_path: Pat
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_never_written(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "last.ckpt"
+    DurableIO().save_checkpoint({"state_dict": {"network.weight": torch.ones(3)}}, path)
+    with pytest.raises(UserError, match=r"network.weight holds NaN or infinity, so last.ckpt is not written"):
+        DurableIO().save_checkpoint({"state_dict": {"network.weight": torch.tensor([1.0, value])}}, path)
+    assert torch.load(path, weights_only=True)["state_dict"]["network.weight"].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     DurableIO().save_checkpoint({"weights": torch.ones(1000)}, path)
@@ -147,8 +156,7 @@ def test_averaged_weights_are_the_ones_that_are_measured(
     project: Path, command: Callable[..., str], small_fit: Callable[..., str]
 ) -> None:
     before = set((project / "runs").glob("20*"))
-    average = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging", "--trainer.callbacks.decay=0.5"]
-    small_fit(*average, "--trainer.max_epochs", "3")
+    small_fit("--ema.decay", "0.5", "--trainer.max_epochs", "3")
     (folder,) = set((project / "runs").glob("20*")) - before
     metrics = json.loads((folder / "metrics.json").read_text())
     output = command("test", str(folder / "checkpoints" / "best.ckpt"))

@@ -1,6 +1,7 @@
 """Training: loss, metrics, schedule, checkpoints, reproducibility and resuming."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -408,7 +409,9 @@ def test_metrics_of_several_labels_equal_a_plain_computation() -> None:
     f1 = 2 * hits.sum(0) / (marks.sum(0) + targets.sum(0))
     expected = {"val_acc": float((marks == targets).float().mean()), "val_f1": float(f1.mean())}
     expected["val_loss"] = float(task.loss(logits, targets))
-    found = {key: float(value) for key, value in metrics.compute().items()}
+    values = metrics.compute()
+    assert values.pop("val_acc_per_class").tolist() == pytest.approx((marks == targets).float().mean(0).tolist())
+    found = {key: float(value) for key, value in values.items()}
     assert found.pop("val_auroc") == pytest.approx(roc_auc_score(targets, logits.sigmoid()), abs=0.01)
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -419,7 +422,7 @@ def test_metrics_of_one_class_equal_a_plain_computation(task: ClassificationTask
     metrics = task.make_metrics("val")
     for rows in (slice(0, 300), slice(300, 500)):
         task.measure(metrics, logits[rows], targets[rows])
-    found = {key: float(value) for key, value in metrics.compute().items()}
+    found = metrics.compute()
     (confidence, guess), probabilities = logits.softmax(dim=1).max(dim=1), logits.softmax(dim=1)
     gaps = 0.0
     for low in range(15):
@@ -428,6 +431,8 @@ def test_metrics_of_one_class_equal_a_plain_computation(task: ClassificationTask
             gaps += abs(float((guess == targets)[inside].float().mean() - confidence[inside].mean())) * int(
                 inside.sum()
             )
+    recalls = [float((guess == targets)[targets == row].float().mean()) for row in range(10)]
+    assert found["val_acc_per_class"].tolist() == pytest.approx(recalls)
     assert found["val_f1"] == pytest.approx(f1_score(targets, guess, average="macro"), abs=1e-5)
     assert found["val_auroc"] == pytest.approx(roc_auc_score(targets, probabilities, multi_class="ovr"), abs=0.01)
     assert found["val_ece"] == pytest.approx(gaps / 500, abs=1e-5)
@@ -450,7 +455,11 @@ def test_metrics_take_little_memory_in_deterministic_mode(task: ClassificationTa
 
 
 class Broken(ClassificationTask):
-    """Its loss becomes infinite in the second epoch."""
+    """Its loss becomes infinite in the second epoch. Keeps its newest inputs."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.inputs = inputs
+        return super().forward(inputs)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         broken = self.training and self.current_epoch == 1 and self.trainer.global_step == 7
@@ -467,6 +476,31 @@ def test_loss_that_is_not_finite_stops_the_run_at_its_batch(
     weights = torch.load(tmp_path / "best.ckpt", weights_only=True)["state_dict"]
     assert trainer.global_step == 7 and all(torch.isfinite(value).all() for value in weights.values())
     assert all(torch.isfinite(value).all() for value in task.state_dict().values())  # no step was taken
+
+
+def test_the_samples_of_a_batch_that_breaks_are_named(make_trainer: Callable[..., L.Trainer]) -> None:
+    task, trainer, datamodule = Broken(width=2), make_trainer(max_epochs=3), DataModule(batch_size=256, max_shift=0)
+    with pytest.raises(UserError, match=r"look at the samples (sample \d+, ){4}sample \d+ \.\.\.") as caught:
+        trainer.fit(task, datamodule=datamodule)
+    rows = [int(number) for number in re.findall(r"sample (\d+)", str(caught.value))]
+    split = datamodule.splits["train"]
+    assert torch.equal(split.images[rows].permute(0, 3, 1, 2), task.inputs[:5])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_validation_loss_that_is_not_finite_stops_the_run(
+    make_trainer: Callable[..., L.Trainer], tmp_path: Path, recipe: dict[str, Any]
+) -> None:
+    class Invalid(ClassificationTask):
+        def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+            broken = not self.training and self.current_epoch == 1
+            return super().loss(logits, targets) * (float("nan") if broken else 1.0)
+
+    best = ModelCheckpoint(dirpath=tmp_path, **recipe["checkpoint"])
+    trainer = make_trainer(max_epochs=3, callbacks=[best], enable_checkpointing=True)
+    with pytest.raises(UserError, match="val_loss is nan after epoch 2"):
+        trainer.fit(Invalid(width=2), datamodule=DataModule(batch_size=256))
+    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["epoch"] == 0
 
 
 def test_accumulated_batches_give_the_weights_of_a_large_batch(make_trainer: Callable[..., L.Trainer]) -> None:

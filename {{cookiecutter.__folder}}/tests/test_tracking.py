@@ -3,13 +3,15 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from {{ cookiecutter.package_name }} import PACKAGE, UserError
-from {{ cookiecutter.package_name }}.tracking import MLflowRun, command_output, embedded_store, run_facts
+from {{ cookiecutter.package_name }}.facts import command_output, run_documents, run_facts
+from {{ cookiecutter.package_name }}.tracking import MLflowRun, embedded_store
 
 
 @pytest.fixture
@@ -150,6 +152,35 @@ def test_an_experiment_that_another_process_has_just_made_is_used(monkeypatch: p
 def test_a_run_knows_its_versions_and_its_code() -> None:
     versions = {"python_version", "torch_version", "cuda_version", "cudnn_version", "driver_version"}
     assert {"git_commit", "git_dirty", "device", "command"} | versions <= run_facts().keys()
+
+
+def test_a_run_keeps_every_installed_version() -> None:
+    lines = run_documents()["environment.txt"].decode().splitlines()
+    assert {f"torch=={version('torch')}", f"mlflow=={version('mlflow')}"} <= set(lines)
+
+
+def test_what_differs_from_the_commit_is_kept_and_can_be_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("{{ cookiecutter.package_name }}.facts.ROOT", tmp_path)
+    assert "changes.patch" not in run_documents()  # no repository
+
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=A", "-c", "user.email=a@b.invalid"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "model.py").write_text("width = 1\n")
+    for arguments in (["init"], ["add", "--all"], ["commit", "--message", "First"]):
+        git(*arguments)
+    assert "changes.patch" not in run_documents()
+    (tmp_path / "model.py").write_text("width = 2\n")
+    (tmp_path / "new.py").write_text("")
+    patch = run_documents()["changes.patch"]
+    assert patch.startswith(b"#  M model.py\n# ?? new.py\n")
+    (tmp_path / "changes.patch").write_bytes(patch)
+    git("checkout", "model.py")
+    git("apply", "changes.patch")
+    assert (tmp_path / "model.py").read_text() == "width = 2\n"
 
 
 def test_a_program_that_is_missing_is_no_error() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from . import UserError
 from .model import Normalize
+from .runs import load_checkpoint
 
 
 def from_torchvision(name: str, pretrained: bool) -> tuple[nn.Module, int, dict[str, Any]]:
@@ -49,6 +50,22 @@ def from_timm(name: str, pretrained: bool) -> tuple[nn.Module, int, dict[str, An
     network = timm.create_model(name, pretrained=pretrained, num_classes=0)
     config = network.pretrained_cfg
     return network, network.num_features, {"mean": config["mean"], "std": config["std"]} if pretrained else {}
+
+
+def load_body(network: nn.Module, path: str) -> None:
+    """Take all but the head, its normalisation included, from a checkpoint of this project.
+
+    Raises:
+        UserError: It can't be read, or is of another network.
+    """
+    prefix = "network."
+    weights = {key.removeprefix(prefix): value for key, value in load_checkpoint(path)["state_dict"].items()}
+    body = {key: value for key, value in network.state_dict().items() if not key.startswith("head.")}
+    if other := [key for key, value in body.items() if key not in weights or value.shape != weights[key].shape]:
+        raise UserError(
+            f"model.pretrained {path} is of another network: {len(other)} tensors, first {other[0]}, differ."
+        )
+    network.load_state_dict({key: weights[key] for key in body}, strict=False)
 
 
 class Backbone(nn.Module):

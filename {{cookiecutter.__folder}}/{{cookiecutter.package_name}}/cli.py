@@ -161,7 +161,7 @@ class CLI(LightningCLI):
         try:
             metrics = runs.evaluate(self.trainer, self.model, self.datamodule, best)
             if self.trainer.is_global_zero:
-                lines: list[str] = []
+                lines = runs.weakest(self.model.per_class)
                 lines += export_summary(Path(best))
                 lines += register_best(self.trainer, Path(best), metrics)
                 print(runs.summary(Path(best), metrics, time.perf_counter() - self.started, lines), flush=True)

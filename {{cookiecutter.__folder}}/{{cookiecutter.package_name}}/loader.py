@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -86,7 +87,7 @@ class Loaders(L.LightningDataModule):
     def adopt(self, source: Source) -> None:
         """Note what the network, the checkpoint and the contract have to know of the data."""
         self.classes, self.class_counts = source.classes, source.counts(source.splits["train"])
-        self.balance = source.balance(source.splits["train"])
+        self.balance, self.names = source.balance(source.splits["train"]), source.names
         self.task = "multilabel" if source.labels.ndim == 2 else "multiclass"
         if source.labels.dtype.kind == "f":
             self.task = "regression"
@@ -139,6 +140,13 @@ class Loaders(L.LightningDataModule):
 
     def predict_dataloader(self) -> LazyLoader:
         return self.loader("predict")
+
+    def training_names(self, batch_idx: int) -> list[str]:
+        """Names of the samples in a batch of this epoch, on this device."""
+        split, size = self.splits["train"], self.hparams["batch_size"]
+        order = training_order(split, self.hparams, self.class_counts, self.trainer).order
+        order.set_epoch(self.trainer.current_epoch)
+        return [self.names[split.rows[index]] for index in islice(order, batch_idx * size, (batch_idx + 1) * size)]
 
     def augment(self, batch: Batch) -> Batch:
         """A training batch as the network sees it."""

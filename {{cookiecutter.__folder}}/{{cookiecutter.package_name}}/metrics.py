@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,27 +37,47 @@ def counting() -> Iterator[None]:
 def make_metrics(task: str, num_classes: int, split: str) -> MetricCollection:
     """Metrics of one split, under the names `{split}_loss`, `{split}_acc`, ...; of training the cheap ones alone.
 
-    Each receives, by name, those it asks for of: `value` (the batch's mean loss) and `weight` (its size), so that
-    losses are averaged over samples; `preds` (B, K) logits and `target` (B,), or for multi-label (B, K), int64.
+    Each receives, by name, those it asks for of: `value`, (B,) the batch's mean loss, so that losses are averaged over
+    samples; `preds` (B, K) logits; and `target` (B,), or for multi-label (B, K), int64.
 
     Args:
         task: `multiclass` or `multilabel`.
         num_classes: K.
         split: `train`, `val` or `test`.
     """
-    metrics: dict[str, Metric | MetricCollection] = {"loss": MeanMetric()}
+    # Labels are checked once, before training. Checking them in each batch would make a GPU wait.
+    fast: dict[str, Any] = {"validate_args": False}
+    metrics: dict[str, Metric | MetricCollection] = {"loss": MeanMetric(nan_strategy="disable")}
     if task == "multilabel":
-        metrics["acc"] = MultilabelAccuracy(num_classes, average="micro")
+        metrics["acc"] = MultilabelAccuracy(num_classes, average="micro", **fast)
         if split != "train":
-            metrics["f1"] = MultilabelF1Score(num_classes, average="macro")
-            metrics["auroc"] = MultilabelAUROC(num_classes, thresholds=THRESHOLDS)
+            metrics["acc_per_class"] = MultilabelAccuracy(num_classes, average=None, **fast)
+            metrics["f1"] = MultilabelF1Score(num_classes, average="macro", **fast)
+            metrics["auroc"] = MultilabelAUROC(num_classes, thresholds=THRESHOLDS, **fast)
     else:
-        metrics["acc"] = MulticlassAccuracy(num_classes, average="micro")
+        metrics["acc"] = MulticlassAccuracy(num_classes, average="micro", **fast)
         if split != "train":
-            metrics["f1"] = MulticlassF1Score(num_classes, average="macro")
-            metrics["auroc"] = MulticlassAUROC(num_classes, thresholds=THRESHOLDS)
-            metrics["ece"] = MulticlassCalibrationError(num_classes)  # expected calibration error, in 15 bins
+            metrics["acc_per_class"] = MulticlassAccuracy(num_classes, average=None, **fast)
+            metrics["f1"] = MulticlassF1Score(num_classes, average="macro", **fast)
+            metrics["auroc"] = MulticlassAUROC(num_classes, thresholds=THRESHOLDS, **fast)
+            metrics["ece"] = MulticlassCalibrationError(num_classes, **fast)  # expected calibration error, in 15 bins
     return MetricCollection(metrics, prefix=f"{split}_")
+
+
+def update(metrics: MetricCollection, task: str, loss: Tensor, logits: Tensor, targets: Tensor) -> None:
+    """Add a batch: its mean loss, its logits (B, K), and its targets as the loss takes them."""
+    if task == "multilabel":
+        targets = (targets >= 0.5).long()
+    elif targets.ndim == 2:
+        targets = targets.argmax(dim=1)  # of a mixed sample, the larger share
+    with counting():
+        # Once for each sample, for torchmetrics 1.9 forgets weights where it lets NaN pass.
+        metrics.update(value=loss.expand(len(targets)), preds=logits, target=targets)
+
+
+def scalars(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those metrics that are one number, and not one for each class."""
+    return {name: value for name, value in values.items() if value.ndim == 0}
 
 
 def choose_weights(choice: str | list[float], balance: list[float], num_classes: int) -> Tensor | None:

@@ -92,21 +92,26 @@ class MLP(nn.Module):
         return logits
 
 
-def make_network(options: Mapping[str, Any], pretrained: bool) -> nn.Module:
+def make_network(options: Mapping[str, Any], pretrained: bool | str) -> nn.Module:
     """The network that `options["backbone"]` names; it has the parts `features` and `head`.
 
     Args:
         options: Those of the task.
-        pretrained: Whether to load weights that somebody trained on other data.
+        pretrained: Whether to load weights that somebody trained on other data, or a checkpoint that has such.
 
     Raises:
         UserError: There is no such network, or no such weights.
     """
     name, spec, num_classes = options["backbone"], options["input_spec"], len(options["classes"])
-    if name == "small":
-        return Network(spec, num_classes, options["width"], options["dropout"])
-    if name == "mlp":
-        return MLP(spec, num_classes, width=8 * options["width"])
-    from .backbones import Backbone  # which is not read by those who need none
+    from .backbones import Backbone, load_body  # read late, because it builds on this file
 
-    return Backbone(name, spec, num_classes, options["dropout"], pretrained)
+    network: nn.Module
+    if name == "small":
+        network = Network(spec, num_classes, options["width"], options["dropout"])
+    elif name == "mlp":
+        network = MLP(spec, num_classes, width=8 * options["width"])
+    else:
+        network = Backbone(name, spec, num_classes, options["dropout"], pretrained is True)
+    if isinstance(pretrained, str):
+        load_body(network, pretrained)
+    return network

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import UserError
+from .metrics import scalars
 
 
 def random_inputs(input_spec: dict[str, Any], batch_size: int) -> Tensor:
@@ -62,8 +63,8 @@ def verify(task: Any, frozen: nn.Module, path: Path, val_split: Any, tolerance: 
         pairs.append(compare(session, frozen, inputs, tolerance))
         task.measure(onnx_metrics, pairs[-1][0], targets)
         task.measure(torch_metrics, pairs[-1][1], targets)
-    metrics = {name: float(value) for name, value in onnx_metrics.compute().items()}
-    for name, value in torch_metrics.compute().items():
+    metrics = {name: float(value) for name, value in scalars(onnx_metrics.compute()).items()}
+    for name, value in scalars(torch_metrics.compute()).items():
         if not math.isclose(metrics[name], float(value), rel_tol=1e-3, abs_tol=1e-3):
             raise UserError(f"ONNX export: {name} is {metrics[name]:.6g} through ONNX, {float(value):.6g} in PyTorch.")
     difference = max(float((logits - expected).abs().max()) for logits, expected in pairs)

@@ -37,6 +37,7 @@ def quiet() -> None:
         ".*It is recommended to use .self.log.*sync_dist=True.*",  # torchmetrics has synchronised it already
         ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its folder
         ".*ended before the epoch ended and your dataloader is not resumable.*",  # ours is, see resume.py
+        ".*You requested to overfit but enabled .*",  # one batch again and again: presets/debug.yaml
         "Image size .* exceeds limit.*",  # such a file is refused, by name
         ".*callbacks used to create the checkpoint need to be provided.*",  # only to train on, not to measure or export
     ):

@@ -12,7 +12,7 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from . import PACKAGE, ROOT, UserError
 from .images import file_hash
 from .runs import evaluate, run_folder
-from .tracking import MLflowRun, existing_is_fine, plain_errors, run_facts
+from .tracking import MLflowRun, existing_is_fine, plain_errors
 
 
 class Registry(Callback):
@@ -47,13 +47,6 @@ class Registry(Callback):
             with existing_is_fine():
                 client.create_registered_model(self.model_name)
         return f"registry answers; champion so far: {f'version {champion.version}' if champion else 'none'}"
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note on the run, before training, which code, machine and data it is made of."""
-        if isinstance(trainer.logger, MLflowRun):
-            classes = json.dumps(pl_module.hparams["classes"], ensure_ascii=False)
-            trainer.logger.log_tags({**run_facts(), **pl_module.hparams["fingerprint"], "classes": classes})
-            trainer.logger.log_documents(trainer.datamodule.documents)
 
     def run(self, run: MLflowRun, checkpoint: Path, metrics: dict[str, float]) -> str:
         """Register the export that lies beside a checkpoint, in the MLflow run that made it; doing it again finds the

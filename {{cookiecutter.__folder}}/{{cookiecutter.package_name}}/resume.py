@@ -28,6 +28,12 @@ class DurableIO(TorchCheckpointIO):
         UserError: The disk is full, a limit is reached, or the folder can't be written to.
         """
         target, buffer = Path(path), io.BytesIO()
+        for name, value in checkpoint.get("state_dict", {}).items():
+            if not torch.isfinite(value).all():  # nothing that is spoilt may take the place of what is good
+                raise UserError(
+                    f"{name} holds NaN or infinity, so {target.name} is not written; what was written before is good. "
+                    "Lower model.lr."
+                )
         torch.save(checkpoint, buffer)  # first, because PyTorch hides why it could not write a file
         part = target.with_name(f".{target.name}.part")  # takes the place of one that a killed process left
         try:

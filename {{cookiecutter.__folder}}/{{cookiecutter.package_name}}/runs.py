@@ -16,6 +16,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
 
 from . import PACKAGE, ROOT, UserError
+from .facts import run_documents, run_facts
 from .images import file_hash, replace_file
 from .tracking import MLflowRun
 
@@ -71,7 +72,8 @@ def checkpoint_options(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunFolder(SaveConfigCallback):
-    """Gives each fit a folder of its own, `runs/<date>_<time>/`, and keeps the resolved recipe in it."""
+    """Gives each fit a folder of its own, `runs/<date>_<time>/`, and keeps in it, and with the MLflow run, the resolved
+    recipe and what the run is made of."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -83,10 +85,17 @@ class RunFolder(SaveConfigCallback):
         if isinstance(trainer.logger, MLflowRun):
             trainer.logger.use_folder(folder)
         if trainer.is_global_zero:
-            for name, content in trainer.datamodule.documents.items():
+            recipe = self.parser.dump(self.config, skip_unset=False).encode()
+            resumed = "-resumed" if (folder / "recipe.yaml").exists() else ""
+            self.documents = {f"recipe{resumed}.yaml": recipe, **run_documents(), **trainer.datamodule.documents}
+            for name, content in self.documents.items():
                 replace_file(folder / name, content)
-            name = "recipe-resumed.yaml" if (folder / "recipe.yaml").exists() else "recipe.yaml"
-            self.parser.save(self.config, str(folder / name), skip_unset=False, overwrite=True)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer.logger, MLflowRun) and trainer.is_global_zero:
+            classes = json.dumps(pl_module.hparams["classes"], ensure_ascii=False)
+            trainer.logger.log_tags({**run_facts(), **pl_module.hparams["fingerprint"], "classes": classes})
+            trainer.logger.log_documents(self.documents)
 
     def make(self) -> str:
         """The folder that a resumed checkpoint lies in, or a new one; of runs in the same second, each gets its own."""
@@ -129,7 +138,8 @@ def evaluate(
     finally:
         trainer.loggers, trainer.callbacks = loggers, callbacks
     if trainer.is_global_zero:
-        content = json.dumps({"checkpoint_sha256": file_hash(Path(ckpt_path)), **metrics}, indent=2)
+        known = {"checkpoint_sha256": file_hash(Path(ckpt_path)), **metrics, "per_class": model.per_class}
+        content = json.dumps(known, indent=2, ensure_ascii=False)
         replace_file(run_folder(ckpt_path) / "metrics.json", content.encode())
     return metrics
 
@@ -152,8 +162,14 @@ def write_predictions(path: Path, names: list[str], model: LightningModule, outp
             writer.writerow([name, *values])
 
 
+def weakest(per_class: dict[str, dict[str, float]]) -> list[str]:
+    """A line with the three classes of the lowest test accuracy."""
+    worst = sorted(per_class.get("test_acc_per_class", {}).items(), key=lambda item: item[1])[:3]
+    return ["weakest classes  " + "   ".join(f"{name[:20]} {value:.4f}" for name, value in worst)] * bool(worst)
+
+
 def summary(best: Path, metrics: dict[str, float], seconds: float, leaves: list[str]) -> str:
-    """What `fit` made, where it lies and what to type next; `leaves` are the lines of what followed training."""
+    """What `fit` made, where it lies and what to type next; `leaves` are further lines on it."""
     command, last = f"python -m {PACKAGE.name}", os.path.relpath(best.with_name("last.ckpt"))
     splits = {name.partition("_")[0]: "" for name in metrics}
     for name, value in metrics.items():

@@ -1,16 +1,16 @@
 """What is learned: the loss, and what happens to a batch in training, validation, test and prediction."""
 
+import math
 from typing import Any
 
 import torch
 from lightning import LightningDataModule, LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import MetricCollection
 
 from . import UserError, optim, refuse_outside
-from .metrics import choose_weights, counting, make_metrics
+from .metrics import choose_weights, make_metrics, scalars, update
 from .model import make_network
 from .optim import freeze, stages
 
@@ -26,7 +26,8 @@ class ClassificationTask(LightningModule):
 
     Args:
         backbone: `small` or `mlp` of model.py, a network of torchvision's such as `resnet18`, or `timm/NAME`.
-        pretrained: Whether a backbone starts with weights trained on ImageNet, and with their normalisation.
+        pretrained: Whether a backbone starts with weights trained on ImageNet, and with their normalisation; or the
+            path of a checkpoint of this project, to start with all but its head.
         compile: Whether torch.compile makes the network faster; checkpoints do not change.
         width: Channels of the small network's first block; an eighth of the hidden units of `mlp`.
         dropout: Share of the features that is dropped before the last layer, in training.
@@ -52,7 +53,7 @@ class ClassificationTask(LightningModule):
     def __init__(
         self,
         backbone: str = "small",
-        pretrained: bool = False,
+        pretrained: bool | str = False,
         compile: bool = False,
         width: int = 32,
         dropout: float = 0.1,
@@ -75,15 +76,15 @@ class ClassificationTask(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.per_class: dict[str, dict[str, float]] = {}  # metric -> class -> its newest value
         if classes:
             self.build(pretrained=False)  # the checkpoint that these come from has the weights
 
-    def build(self, pretrained: bool) -> None:
+    def build(self, pretrained: bool | str) -> None:
         """Make the network and the metrics for the classes and the inputs that the hyperparameters name."""
         refuse_outside("model", self.hparams, RANGES)
-        self.network = make_network(self.hparams, pretrained).to(
-            memory_format=torch.channels_last
-        )  # fastest to convolve
+        network = make_network(self.hparams, pretrained)
+        self.network = network.to(memory_format=torch.channels_last)  # fastest to convolve
         if self.hparams["compile"]:
             self.network.compile()  # in place, so that the names of the weights stay
         self.loss_weight: Tensor | None
@@ -153,12 +154,7 @@ class ClassificationTask(LightningModule):
     def measure(self, metrics: MetricCollection, logits: Tensor, targets: Tensor) -> Tensor:
         """Add a batch to the metrics; returns its loss, with gradients."""
         loss = self.loss(logits, targets)
-        if self.hparams["task"] == "multilabel":
-            hard = (targets >= 0.5).long()
-        else:
-            hard = targets.argmax(dim=1) if targets.ndim == 2 else targets  # of a mixed sample, the larger share
-        with counting():
-            metrics.update(value=loss.detach(), weight=len(targets), preds=logits.detach(), target=hard)
+        update(metrics, self.hparams["task"], loss.detach(), logits.detach(), targets)
         return loss
 
     def free_stages(self) -> None:
@@ -167,8 +163,8 @@ class ClassificationTask(LightningModule):
             freeze(self.network, len(stages(self.network)) - self.current_epoch // every)
 
     def on_train_start(self) -> None:
-        strategy = self.trainer.strategy
-        waits = isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("find_unused_parameters")
+        ddp = getattr(self.trainer.strategy, "_ddp_kwargs", None)  # options of DistributedDataParallel
+        waits = ddp is not None and not ddp.get("find_unused_parameters")
         if self.hparams["unfreeze_every"] and waits:  # for gradients of frozen stages, which never come
             raise UserError("model.unfreeze_every needs --trainer.strategy ddp_find_unused_parameters_true.")
         self.free_stages()
@@ -178,20 +174,18 @@ class ClassificationTask(LightningModule):
         self.train_metrics.reset()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        loss = self.measure(self.train_metrics, self(inputs), targets)
+        loss = self.measure(self.train_metrics, self(batch[0]), batch[1])
         if not torch.isfinite(loss):
             place = f"epoch {self.current_epoch + 1}, batch {batch_idx}, step {self.global_step}"
-            raise UserError(f"The loss is {loss.item()} in {place}. Lower model.lr, or look at these samples.")
+            names = ", ".join(self.trainer.datamodule.training_names(batch_idx)[:5])
+            raise UserError(f"The loss is {loss.item()} in {place}. Lower model.lr, or look at the samples {names} ...")
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        inputs, targets = batch
-        self.measure(self.val_metrics, self(inputs), targets)
+        self.measure(self.val_metrics, self(batch[0]), batch[1])
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        inputs, targets = batch
-        self.measure(self.test_metrics, self(inputs), targets)
+        self.measure(self.test_metrics, self(batch[0]), batch[1])
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """(B, K) float32 probabilities: of the classes, or of each label by itself."""
@@ -200,8 +194,16 @@ class ClassificationTask(LightningModule):
 
     def log_epoch(self, metrics: MetricCollection) -> None:
         """Log what the epoch gave, over all devices, and start afresh."""
-        self.log_dict(metrics.compute(), prog_bar=True)
+        values = metrics.compute()
         metrics.reset()
+        for name, value in values.items():
+            if value.ndim == 1:
+                self.per_class[name] = dict(zip(self.hparams["classes"], value.tolist(), strict=True))
+        self.log_dict(scalars(values), prog_bar=True)
+        if self.trainer.state.fn == "fit" and not math.isfinite(values.get("val_loss", 0.0)):
+            raise UserError(
+                f"val_loss is {values['val_loss'].item()} after epoch {self.current_epoch + 1}. Lower model.lr."
+            )
 
     def on_train_epoch_end(self) -> None:
         self.log_epoch(self.train_metrics)

@@ -1,10 +1,7 @@
 """MLflow tracking: the store, and for each training a run with its curves, its hyperparameters and its facts."""
 
 import os
-import platform
 import re
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import torch
 from filelock import FileLock
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
@@ -74,34 +69,6 @@ def existing_is_fine() -> Iterator[None]:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-
-
-def command_output(*command: str) -> str:
-    """What a program prints, or `none` where it is missing or fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "none"
-
-
-def run_facts() -> dict[str, str]:
-    """Which code, versions and machine a run is made of."""
-    cuda = torch.cuda.is_available()
-    commit = command_output("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    changes = command_output("git", "-C", str(ROOT), "status", "--porcelain")
-    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else "none"
-    return {
-        "git_commit": commit,
-        "git_dirty": "unknown" if commit == "none" else str(bool(changes)),
-        "python_version": platform.python_version(),
-        "torch_version": torch.__version__,
-        "lightning_version": L.__version__,
-        "cuda_version": torch.version.cuda or "none",
-        "cudnn_version": str(torch.backends.cudnn.version()) if cuda else "none",
-        "driver_version": driver.split("\n")[0],
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-        "command": shlex.join(["python", "-m", PACKAGE.name, *sys.argv[1:]]),
-    }
 
 
 class MLflowRun(MLFlowLogger):
