@@ -52,6 +52,7 @@ FILES = [
     "tests/test_scan.py",
     "tests/test_sources.py",
     "tests/test_splits.py",
+    "tests/test_stopped.py",
     "tests/test_task.py",
     "tests/test_tracking.py",
     "tests/test_tune.py",
@@ -59,7 +60,7 @@ FILES = [
 
 PACKAGE = """
 __init__ __main__ augment backbones check cli curves data export facts images latency listing loader metrics model optim
-order parity parser picture registry resume runs scan sources speed splits task tracking tune
+order parity parser picture registry resume runs scan sources speed splits stopped task tracking tune
 """
 
 

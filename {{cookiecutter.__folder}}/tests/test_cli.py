@@ -1,6 +1,7 @@
 """The command line: its commands, its defaults from recipe and checkpoint, and its answers to mistakes."""
 
 import csv
+import json
 import os
 import pickle
 import subprocess
@@ -19,6 +20,7 @@ from PIL import Image
 
 from {{ cookiecutter.package_name }} import PACKAGE, __main__
 from {{ cookiecutter.package_name }}.cli import CLI, run
+from {{ cookiecutter.package_name }}.images import file_hash
 from {{ cookiecutter.package_name }}.runs import RunFolder, checkpoint_options, load_checkpoint
 from {{ cookiecutter.package_name }}.speed import cpu_precision
 
@@ -83,6 +85,16 @@ def test_batch_size_of_the_recipe_is_a_multiple_of_8(recipe: dict[str, Any]) -> 
 
 def test_early_stopping_of_the_recipe_can_fire(recipe: dict[str, Any]) -> None:
     assert recipe["early_stopping"]["patience"] < recipe["trainer"]["max_epochs"]
+
+
+def test_fit_stops_when_val_loss_no_longer_improves_and_measures_the_best(project: Path, small_fit: Command) -> None:
+    before = set((project / "runs").glob("*"))
+    constant = ["--model.backbone", "mlp", "--model.lr", "0", "--model.weight_decay", "0"]
+    small_fit(*constant, "--early_stopping.patience", "2", "--trainer.max_epochs", "9")
+    (folder,) = set((project / "runs").glob("*")) - before
+    epochs = [load_checkpoint(str(folder / "checkpoints" / f"{name}.ckpt"))["epoch"] for name in ("best", "last")]
+    measured = json.loads((folder / "metrics.json").read_text())["checkpoint_sha256"]
+    assert (epochs, measured) == ([0, 2], file_hash(folder / "checkpoints" / "best.ckpt"))
 
 
 def test_each_fit_has_a_folder_of_its_own(project: Path, small_fit: Command) -> None:

@@ -4,11 +4,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -355,6 +358,12 @@ def test_predict_on_a_folder_without_images_is_refused(tmp_path: Path) -> None:
 
 
 # On a GPU
+
+
+@pytest.mark.parametrize(("accelerator", "pinned"), [(CUDAAccelerator(), True), (CPUAccelerator(), False)])
+def test_loaders_for_cuda_pin_their_memory(digits: DataModule, accelerator: Any, pinned: bool) -> None:
+    digits.trainer = SimpleNamespace(accelerator=accelerator, world_size=1, global_rank=0)
+    assert {digits.loader(name).pin_memory for name in ("train", "val", "test")} == {pinned}
 
 
 @pytest.mark.gpu

@@ -15,6 +15,10 @@ class UserError(Exception):
     """A mistake that the user can mend. The command line prints the message alone, without a traceback."""
 
 
+class DamagedFile(UserError):
+    """A file that is not as it was written."""
+
+
 class DataFaults(UserError):
     """Everything about the data that must be put right, a line each."""
 

@@ -47,7 +47,7 @@ def from_timm(name: str, pretrained: bool) -> tuple[nn.Module, int, dict[str, An
         raise UserError(f"model.backbone timm/{name} needs a package: python -m pip install timm") from error
     if name not in timm.list_models():
         raise UserError(f"model.backbone is timm/{name}, which timm does not have. See timm.list_models().")
-    network = timm.create_model(name, pretrained=pretrained, num_classes=0)
+    network: Any = timm.create_model(name, pretrained=pretrained, num_classes=0)
     config = network.pretrained_cfg
     return network, network.num_features, {"mean": config["mean"], "std": config["std"]} if pretrained else {}
 

@@ -10,13 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 import yaml
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    EMAWeightAveraging,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    TQDMProgressBar,
-)
+from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -26,11 +20,11 @@ from .check import check
 from .curves import Curves
 from .data import DataModule
 from .export import OnnxExport, export, export_summary
-from .images import replace_file
 from .parser import Parser, quiet
 from .registry import Registry, register, register_best
-from .resume import DurableIO, ResumePoint
+from .resume import FULL, DurableIO, ResumePoint, refuse_mixing
 from .speed import cpu_precision
+from .stopped import identity, stopped_run
 from .task import ClassificationTask
 from .tracking import MLflowRun
 from .tune import tune
@@ -65,13 +59,17 @@ class CLI(LightningCLI):
         }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        help = "fit: auto goes on with a stopped run of the same options and code; never; or a checkpoint's path"
+        parser.add_argument("--resume", default="auto", help=help)
         parser.link_arguments("seed_everything", "data.seed")
         parser.add_class_arguments(MLflowRun, "logger", instantiate=False)  # only where a run is recorded
-        parser.add_lightning_class_args(TQDMProgressBar, "progress_bar")
-        parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
-        parser.add_lightning_class_args(EMAWeightAveraging, "ema")
-        parser.add_lightning_class_args(EarlyStopping, "early_stopping")
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")  # the first one is the Trainer's own: the best
+        parser.add_lightning_class_args(theirs.TQDMProgressBar, "progress_bar")
+        parser.add_lightning_class_args(theirs.LearningRateMonitor, "lr_monitor")
+        parser.add_lightning_class_args(theirs.EMAWeightAveraging, "ema")
+        parser.add_lightning_class_args(theirs.EarlyStopping, "early_stopping")
+        parser.add_lightning_class_args(
+            theirs.ModelCheckpoint, "checkpoint"
+        )  # the first one is the Trainer's own: the best
         parser.add_lightning_class_args(Curves, "curves")
         parser.add_lightning_class_args(ResumePoint, "last")
         parser.add_lightning_class_args(OnnxExport, "onnx")  # not "export": the command has the name
@@ -81,6 +79,8 @@ class CLI(LightningCLI):
         """Options default to those that the checkpoint was trained with. Lightning's own version lets the checkpoint
         win over what the user sets, without a word (Lightning-AI/pytorch-lightning#21455)."""
         command = self.config["subcommand"]
+        if command == "fit":
+            self.find_stopped()
         path = self.config[command].get("ckpt_path")
         if not path:
             return
@@ -92,14 +92,23 @@ class CLI(LightningCLI):
             parser.default_config_files = [*parser.default_config_files, str(file)]
             self.parse_arguments(self.parser, None)
 
+    def find_stopped(self) -> None:
+        """Go on with the run that `--resume` names, by default with the newest one that the same command began."""
+        config, self.mark = self.config["fit"], None
+        resume, self.identity = config["resume"], identity(config.as_dict())
+        if resume == "auto" and not config["ckpt_path"] and (found := stopped_run(self.identity)):
+            self.mark, resume = found
+            print(f"going on with {os.path.relpath(resume)}, which was stopped; --resume never starts anew", flush=True)
+        if resume not in ("auto", "never"):
+            sys.argv += ["--ckpt_path", str(resume)]  # for the processes of further devices as well
+            self.parse_arguments(self.parser, None)
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         config = self._get(self.config_init, "trainer")
         cuda = config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-        if not cuda and str(config["precision"]) in ("16", "16-mixed"):
+        if not cuda and (wanted := str(config["precision"])) in ("16", "16-mixed"):
             kwargs["precision"] = cpu_precision()
-            rank_zero_info(
-                f"precision: {config['precision']} needs CUDA, so this run computes in {kwargs['precision']}"
-            )
+            rank_zero_info(f"precision: {wanted} needs CUDA, so this run computes in {kwargs['precision']}")
         if self.subcommand in ("validate", "test", "predict"):
             kwargs["logger"] = False
         elif config["logger"] in (None, True):
@@ -119,35 +128,30 @@ class CLI(LightningCLI):
             config["enable_progress_bar"] = False
             callbacks.append(runs.EpochLine())
         on = {
-            **dict.fromkeys((ModelCheckpoint, Curves, ResumePoint), config["enable_checkpointing"] is not False),
-            EarlyStopping: fitting,
-            EMAWeightAveraging: fitting and self._get(self.config, "ema")["decay"] > 0,
-            TQDMProgressBar: config["enable_progress_bar"] is not False,
-            LearningRateMonitor: fitting and config["logger"] is not False,
+            **dict.fromkeys((theirs.ModelCheckpoint, Curves, ResumePoint), config["enable_checkpointing"] is not False),
+            theirs.EarlyStopping: fitting,
+            theirs.EMAWeightAveraging: fitting and self._get(self.config, "ema")["decay"] > 0,
+            theirs.TQDMProgressBar: config["enable_progress_bar"] is not False,
+            theirs.LearningRateMonitor: fitting and config["logger"] is not False,
         }
         config["plugins"] = [*(config["plugins"] or []), DurableIO()]
         return super()._instantiate_trainer(config, [item for item in callbacks if on.get(type(item), True)])
 
     def after_check(self) -> None:
         """Show what `fit` would keep with its run."""
-        if self.trainer.is_global_zero:
-            for name, content in self.datamodule.documents.items():
-                replace_file(runs.RUNS / "check" / name, content)
-            print(f"  a training batch as the network sees it, and the splits: {os.path.relpath(runs.RUNS / 'check')}")
+        runs.show(self.datamodule.documents)
+
+    def resume_points(self) -> list[ResumePoint]:
+        return [item for item in self.trainer.callbacks if isinstance(item, ResumePoint)]
 
     def before_fit(self) -> None:
         self.started = time.perf_counter()
         if self.config["fit"]["ckpt_path"]:
-            # Lightning would go on with the old ones, or draw other samples from here on, without a word.
-            for section, now in (("model", self.model.hparams), ("data", self.datamodule.hparams)):
-                for key, old in runs.checkpoint_options(self.checkpoint)[section].items():
-                    if key not in ("compile", "source", "cache_gb") and now.get(key, old) != old:
-                        raise UserError(
-                            f"{section}.{key} is {now[key]!r}, but {old!r} in the checkpoint, which a resumed run "
-                            "keeps. Leave it out, or train anew."
-                        )
+            refuse_mixing(self.checkpoint, {"model": self.model.hparams, "data": self.datamodule.hparams})
         if isinstance(self.trainer.logger, MLflowRun):
             self.trainer.logger.keep_open = True
+        for point in self.resume_points():
+            point.mark, point.identity, point.same_run = self.mark, self.identity, self.mark is not None
         check(self.trainer, self.model, self.datamodule)
         self.datamodule.setup("fit")
         self.model.adopt(self.datamodule)  # before any callback is set up, for one may copy the network to average it
@@ -171,6 +175,8 @@ class CLI(LightningCLI):
         self.end_run("success")
 
     def end_run(self, status: str) -> None:
+        for point in self.resume_points():
+            point.end()
         if isinstance(self.trainer.logger, MLflowRun):
             self.trainer.logger.keep_open = False
             self.trainer.logger.finalize(status)
@@ -179,10 +185,8 @@ class CLI(LightningCLI):
         """Classify a folder of images into a CSV in the checkpoint's run."""
         batches: Any = self.trainer.predict(model, datamodule=datamodule, **kwargs)
         source = Path(datamodule.hparams["predict_source"]).resolve()
-        name = f"predictions-{source.name if source.is_dir() else source.stem}.csv"
-        path = runs.run_folder(kwargs["ckpt_path"]) / name
-        runs.write_predictions(path, datamodule.predict_names, model, torch.cat(batches))
-        print(f"{len(datamodule.predict_names)} predicted: {os.path.relpath(path)}")
+        folder, name = runs.run_folder(kwargs["ckpt_path"]), source.name if source.is_dir() else source.stem
+        runs.write_predictions(folder / f"predictions-{name}.csv", datamodule.predict_names, model, torch.cat(batches))
 
 
 def run() -> None:
@@ -212,5 +216,9 @@ def run() -> None:
         )
     except (UserError, MisconfigurationException) as error:
         sys.exit(f"error: {error}")
-    except SIGTERMException:
-        sys.exit(143)  # 128 + SIGTERM; Lightning 2.6 would report success
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        sys.exit(f"error: {error}. Free room there, or allow writing; then the same command goes on.")
+    except SIGTERMException as error:
+        sys.exit(error.code or 143)  # 128 + SIGTERM; Lightning 2.6 would report success

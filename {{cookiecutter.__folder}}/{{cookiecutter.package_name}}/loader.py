@@ -1,6 +1,7 @@
 """How batches are fetched: whole, by a fitting number of workers, and the same for a resumed run."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -54,6 +55,11 @@ class LazyLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         yield from super().__iter__()
+
+
+def ignore_interrupt(_: int) -> None:
+    """For workers: Ctrl+C reaches the whole group of processes, but only the one that trains decides what follows."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def choose_num_workers(images: Any, cuda: bool) -> int:
@@ -125,6 +131,7 @@ class Loaders(L.LightningDataModule):
             drop_last=name == "train",  # a last batch of a few samples would disturb the statistics of batch norm
             pin_memory=cuda,
             generator=torch.Generator().manual_seed(seed),  # seeds the workers
+            worker_init_fn=ignore_interrupt,
             persistent_workers=num_workers > 0,
             prefetch_factor=4 if num_workers > 0 else None,
         )

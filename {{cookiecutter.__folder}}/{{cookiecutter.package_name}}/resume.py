@@ -3,6 +3,8 @@
 import errno
 import io
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from . import UserError
 from .order import done_batches
+from .runs import checkpoint_options
+from .stopped import Mark
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
 
@@ -74,6 +78,10 @@ class ResumePoint(Checkpoint):
     def __init__(self, minutes: float = 10.0, dirpath: str | None = None) -> None:
         self.minutes, self.dirpath = minutes, dirpath
         self.saved = time.monotonic()
+        self.mark: Mark | None = None  # of the run that it goes on with
+        self.identity = ""
+        self.same_run = False  # whether it goes on with what the same command began
+        self.signum = signal.SIGTERM
 
     def save(self, trainer: Trainer) -> None:
         last = Path(str(self.dirpath)) / "last.ckpt"
@@ -90,8 +98,27 @@ class ResumePoint(Checkpoint):
         done = done_batches(trainer)
         return 0 < done < trainer.num_training_batches and done % trainer.accumulate_grad_batches == 0
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and self.identity and self.mark is None:
+            self.mark = Mark(Path(str(self.dirpath)).parent, self.identity)
+        if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
+
+            def interrupt(signum: int, _: Any) -> None:
+                self.signum = signal.Signals(signum)
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # the next one stops at once
+                trainer._signal_connector.received_sigterm = True  # stops as SIGTERM does: after this batch
+
+            signal.signal(signal.SIGINT, interrupt)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved = time.monotonic()
+        stopped = [item for item in trainer.callbacks if isinstance(item, EarlyStopping) and item.stopped_epoch]
+        if stopped and self.same_run:  # it was stopped after training, by a kill in what follows
+            trainer.should_stop = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -104,8 +131,16 @@ class ResumePoint(Checkpoint):
         self.save(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException) and trainer.training and self.may_stop(trainer):
-            self.save(trainer)
+        if isinstance(exception, SIGTERMException):
+            exception.code = 128 + self.signum
+            if trainer.training and self.may_stop(trainer):
+                self.save(trainer)
+        # A run that failed is at its end: the same command would fail again.
+        self.end(ended=not isinstance(exception, (SIGTERMException, KeyboardInterrupt)))
+
+    def end(self, ended: bool = True) -> None:
+        if self.mark:
+            self.mark.release(ended)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note what the epoch's metrics have counted so far, on each device: (world_size, ...) each."""
@@ -131,3 +166,20 @@ class ResumePoint(Checkpoint):
         metrics.persistent(True)  # type: ignore[union-attr, operator]
         metrics.load_state_dict({key: value[trainer.global_rank] for key, value in states.items()}, strict=False)  # type: ignore[union-attr, operator]
         metrics.persistent(False)  # type: ignore[union-attr, operator]
+
+
+def refuse_mixing(checkpoint: dict[str, Any], options: dict[str, Any]) -> None:
+    """Refuse to go on with other options than before: Lightning would take the old ones, or draw other samples from
+    here on, without a word.
+
+    Args:
+        checkpoint: Where training goes on.
+        options: Those of now, of the sections `model` and `data`.
+    """
+    for section, now in options.items():
+        for key, old in checkpoint_options(checkpoint)[section].items():
+            if key not in ("compile", "source", "cache_gb") and now.get(key, old) != old:
+                raise UserError(
+                    f"{section}.{key} is {now[key]!r}, but {old!r} in the checkpoint, which a resumed run keeps. Leave "
+                    "it out, or train anew."
+                )

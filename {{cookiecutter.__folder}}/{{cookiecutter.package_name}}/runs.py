@@ -13,9 +13,9 @@ import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
-from . import PACKAGE, ROOT, UserError
+from . import PACKAGE, ROOT, DamagedFile, UserError
 from .facts import run_documents, run_facts
 from .images import file_hash, replace_file
 from .tracking import MLflowRun
@@ -45,16 +45,22 @@ def load_checkpoint(path: str) -> dict[str, Any]:
     """A checkpoint's content, read without running any code in it.
 
     Raises:
-        UserError: The file is missing, damaged, or holds objects that could run code.
+        DamagedFile: It is not as it was written.
+        UserError: It is missing, of something else, or holds objects that could run code.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not compare the checksums
             if entry := file.testzip():
                 raise zipfile.BadZipFile(f"wrong checksum of {entry}")
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged file raises one of many kinds
+        kind = UserError if isinstance(error, FileNotFoundError) else DamagedFile
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path} can't be read as a checkpoint: {reason[:200]}") from error
+        raise kind(f"{path} can't be read as a checkpoint: {reason[:200]}.") from error
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{path} is whole, but can't be read as a checkpoint: {reason[:200]}") from error
     if not {"hyper_parameters", "datamodule_hyper_parameters"} <= checkpoint.keys():
         raise UserError(f"{path} has no hyperparameters: it is no checkpoint of this project's `fit`.")
     return checkpoint
@@ -110,6 +116,14 @@ class RunFolder(SaveConfigCallback):
                 time.sleep(0.1)
 
 
+@rank_zero_only
+def show(documents: dict[str, bytes]) -> None:
+    """Keep what `check` found in `runs/check/`, where it can be looked at."""
+    for name, content in documents.items():
+        replace_file(RUNS / "check" / name, content)
+    print(f"  a training batch as the network sees it, and the splits: {os.path.relpath(RUNS / 'check')}")
+
+
 class EpochLine(Callback):
     """Where no terminal can show a progress bar, a line for each epoch says how far the run is."""
 
@@ -160,6 +174,7 @@ def write_predictions(path: Path, names: list[str], model: LightningModule, outp
                 labels = [label for label, value in zip(classes, row, strict=True) if value >= 0.5]
                 values = [";".join(labels), *values]
             writer.writerow([name, *values])
+    print(f"{len(names)} predicted: {os.path.relpath(path)}")
 
 
 def weakest(per_class: dict[str, dict[str, float]]) -> list[str]:

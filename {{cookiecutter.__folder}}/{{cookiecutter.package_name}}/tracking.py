@@ -88,6 +88,7 @@ class MLflowRun(MLFlowLogger):
             super().__init__(experiment_name or PACKAGE.name, tracking_uri=uri, artifact_location=location)
         self.keep_open = False  # whether more will be recorded after training, before the run counts as finished
         self._pending: list[Any] = []
+        self._known: dict[str, int] = {}  # the newest step of each metric that a stopped process had recorded
         self._last_flush = time.monotonic()
 
     @rank_zero_only
@@ -120,6 +121,9 @@ class MLflowRun(MLFlowLogger):
                 _ = super().experiment
             client = super().experiment  # finds the experiment, where another process has just made it
             client.update_run(self._run_id, "RUNNING")
+            newest = client.get_run(self._run_id).data.metrics  # of a run that goes on; a new one has none
+            points = {key: client.get_metric_history(self._run_id, key) for key in newest}
+            self._known = {key: max(point.step for point in history) for key, history in points.items()}
         return client
 
     @rank_zero_only
@@ -156,8 +160,9 @@ class MLflowRun(MLFlowLogger):
         """Collect, and send every 5 seconds: a call with many points costs the store as much as one with a single."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        self._pending += [Metric(key, float(value), now, step or 0) for key, value in metrics.items()]
+        now, at = int(time.time() * 1000), step or 0
+        fresh = {key: value for key, value in metrics.items() if at > self._known.get(key, -1)}
+        self._pending += [Metric(key, float(value), now, at) for key, value in fresh.items()]
         if time.monotonic() - self._last_flush > 5:
             self.flush()
 

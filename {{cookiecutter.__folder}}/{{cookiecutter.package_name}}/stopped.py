@@ -1,0 +1,88 @@
+"""Runs that were stopped before their end: how they are marked, and how the same command finds them and goes on."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from . import PACKAGE, DamagedFile, UserError, runs
+from .images import combine_hashes, file_hash
+
+
+def identity(options: dict[str, Any]) -> str:
+    """Equal for runs that have the same resolved options, the number of workers aside, and the same code."""
+    own = {key: value for key, value in options.items() if key not in ("ckpt_path", "resume")}
+    own["data"] = {key: value for key, value in options["data"].items() if key != "num_workers"}
+    code = [file_hash(path) for path in sorted(PACKAGE.glob("*.py"))]
+    return combine_hashes([json.dumps(own, sort_keys=True, default=str), *code])
+
+
+class StillRunning(UserError):
+    """Another process is at work on a run."""
+
+
+class Mark:
+    """The file `unfinished` in a run's folder, there from the start of the run to its end, with the run's identity.
+    While the run's process lives, it is locked, by a lock that workers do not inherit and a kill takes away.
+
+    Args:
+        folder: That of the run.
+        identity: That of the run.
+
+    Raises:
+        StillRunning: Another process is at work on this run.
+    """
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.path = folder / "unfinished"
+        self.file = self.path.open("a+")
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.file.close()
+            raise StillRunning(f"The run {folder.name} is still being trained, by another process.") from error
+        self.file.truncate(0)
+        self.file.write(identity)
+        self.file.flush()
+
+    def release(self, ended: bool) -> None:
+        """Let go of the run, and take the mark away if it has come to its end."""
+        if ended:
+            self.path.unlink(missing_ok=True)
+        self.file.close()
+
+
+def usable_point(folder: Path) -> Path | None:
+    """The newest resume point in a run's folder that is whole; a damaged one is named, and the one before it taken.
+
+    Raises:
+        UserError: One holds more than plain data, and is not read.
+    """
+    for name in ("last.ckpt", "previous.ckpt"):
+        path = folder / "checkpoints" / name
+        if path.is_file():
+            try:
+                runs.load_checkpoint(str(path))
+                return path
+            except DamagedFile as error:
+                rank_zero_info(f"{error} The resume point before it is tried.")
+    return None
+
+
+def stopped_run(own: str) -> tuple[Mark | None, Path] | None:
+    """The newest stopped run of an identity that can go on: its mark, taken, and its resume point.
+
+    Args:
+        own: The identity that is looked for.
+    """
+    first = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0  # others go where this one leads
+    for path in sorted(runs.RUNS.glob("*/unfinished"), reverse=True):
+        try:
+            if path.read_text() == own and (point := usable_point(path.parent)):
+                return Mark(path.parent, own) if first else None, point
+        except (FileNotFoundError, StillRunning):  # its process has just ended it, or goes on with it
+            continue
+    return None
