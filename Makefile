@@ -5,7 +5,7 @@ BIN = .venv/bin
 PROJECT = {{cookiecutter.__folder}}
 LOCK = $(PROJECT)/requirements.lock
 
-.PHONY: test demo bench lint clean
+.PHONY: test demo bench rules lint clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest
@@ -20,6 +20,10 @@ demo: .venv/installed
 bench: .venv/installed
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/fit.py
+
+# What each rule's test says once the rule's behaviour is taken out; about 6 minutes.
+rules: .venv/installed
+	$(BIN)/python tests/mutations.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -95,7 +95,7 @@ def test_a_run_that_failed_is_not_gone_on_with(
     with monkeypatch.context() as patch:
         patch.setattr(cli.ClassificationTask, "loss", lambda self, logits, targets: logits.sum() * float("nan"))
         patch.setattr(cli, "check", lambda *_: None)
-        with pytest.raises(SystemExit, match="The loss is nan"):
+        with pytest.raises(SystemExit, match="val_loss is nan in epoch 1, step 0"):
             small_fit("--trainer.max_epochs", "1")
     assert not list(own_runs.glob("*/unfinished"))
 

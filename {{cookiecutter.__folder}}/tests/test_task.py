@@ -498,7 +498,7 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(
 
     best = ModelCheckpoint(dirpath=tmp_path, **recipe["checkpoint"])
     trainer = make_trainer(max_epochs=3, callbacks=[best], enable_checkpointing=True)
-    with pytest.raises(UserError, match="val_loss is nan after epoch 2"):
+    with pytest.raises(UserError, match="val_loss is nan in epoch 2, step 10"):
         trainer.fit(Invalid(width=2), datamodule=DataModule(batch_size=256))
     assert torch.load(tmp_path / "best.ckpt", weights_only=True)["epoch"] == 0
 

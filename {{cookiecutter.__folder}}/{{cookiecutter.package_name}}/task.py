@@ -201,9 +201,8 @@ class ClassificationTask(LightningModule):
                 self.per_class[name] = dict(zip(self.hparams["classes"], value.tolist(), strict=True))
         self.log_dict(scalars(values), prog_bar=True)
         if self.trainer.state.fn == "fit" and not math.isfinite(values.get("val_loss", 0.0)):
-            raise UserError(
-                f"val_loss is {values['val_loss'].item()} after epoch {self.current_epoch + 1}. Lower model.lr."
-            )
+            place = f"epoch {self.current_epoch + 1}, step {self.global_step}"
+            raise UserError(f"val_loss is {values['val_loss'].item()} in {place}. Lower model.lr.")
 
     def on_train_epoch_end(self) -> None:
         self.log_epoch(self.train_metrics)
