@@ -5,7 +5,7 @@ BIN = .venv/bin
 PROJECT = {{cookiecutter.__folder}}
 LOCK = $(PROJECT)/requirements.lock
 
-.PHONY: test demo bench rules lint clean
+.PHONY: test demo bench rules faults lint clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest
@@ -24,6 +24,10 @@ bench: .venv/installed
 # What each rule's test says once the rule's behaviour is taken out; about 6 minutes.
 rules: .venv/installed
 	$(BIN)/python tests/mutations.py
+
+# Faults put into real processes, and what they cost; about 40 minutes.
+faults: .venv/installed
+	$(BIN)/python tests/faults/campaign.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

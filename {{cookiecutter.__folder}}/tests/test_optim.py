@@ -175,10 +175,14 @@ def test_plateau_lowers_the_rate_when_val_loss_no_longer_improves(train: Callabl
 def test_plateau_survives_a_checkpoint() -> None:
     network = nn.Module()
     network.features, network.head = nn.Linear(2, 2), nn.Linear(2, 2)
-    (optimizer,), (steps, plateau) = configure(network, {**OPTIONS, "schedule": "plateau"}, 100, fused=False)
+    (optimizer,), (steps, plateau) = configure(
+        network, {**OPTIONS, "schedule": "plateau"}, 100, fused=False, num_batches=5
+    )
     for loss in [1.0] * 5:
         plateau["scheduler"].step(loss)
-    (_,), (steps_again, plateau_again) = configure(network, {**OPTIONS, "schedule": "plateau"}, 100, fused=False)
+    (_,), (steps_again, plateau_again) = configure(
+        network, {**OPTIONS, "schedule": "plateau"}, 100, fused=False, num_batches=5
+    )
     steps_again["scheduler"].load_state_dict(steps["scheduler"].state_dict())
     plateau_again["scheduler"].load_state_dict(plateau["scheduler"].state_dict())
     assert steps_again["scheduler"].base_lrs == pytest.approx([0.03] * 2)

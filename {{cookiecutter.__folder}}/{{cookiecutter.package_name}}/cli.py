@@ -13,18 +13,18 @@ import yaml
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from . import PACKAGE, ROOT, UserError, runs
+from . import PACKAGE, ROOT, runs
 from .check import check
 from .curves import Curves
 from .data import DataModule
 from .export import OnnxExport, export, export_summary
-from .parser import Parser, quiet
+from .parser import Parser, quiet, short_answers
 from .registry import Registry, register, register_best
-from .resume import FULL, DurableIO, ResumePoint, refuse_mixing
+from .resume import DurableIO, ResumePoint, refuse_mixing
 from .speed import cpu_precision
-from .stopped import identity, stopped_run
+from .stopped import identity, stopped_run, stopping_at_once
 from .task import ClassificationTask
 from .tracking import MLflowRun
 from .tune import tune
@@ -152,8 +152,9 @@ class CLI(LightningCLI):
             self.trainer.logger.keep_open = True
         for point in self.resume_points():
             point.mark, point.identity, point.same_run = self.mark, self.identity, self.mark is not None
-        check(self.trainer, self.model, self.datamodule)
-        self.datamodule.setup("fit")
+        with stopping_at_once():
+            check(self.trainer, self.model, self.datamodule)
+            self.datamodule.setup("fit")
         self.model.adopt(self.datamodule)  # before any callback is set up, for one may copy the network to average it
 
     def after_fit(self) -> None:
@@ -163,20 +164,21 @@ class CLI(LightningCLI):
             rank_zero_info("No checkpoint was written, so nothing is evaluated, exported or registered.")
             return self.end_run("success")
         try:
-            metrics = runs.evaluate(self.trainer, self.model, self.datamodule, best)
-            if self.trainer.is_global_zero:
-                lines = runs.weakest(self.model.per_class)
-                lines += export_summary(Path(best))
-                lines += register_best(self.trainer, Path(best), metrics)
-                print(runs.summary(Path(best), metrics, time.perf_counter() - self.started, lines), flush=True)
-        except BaseException:
-            self.end_run("failed")
+            with stopping_at_once():
+                metrics = runs.evaluate(self.trainer, self.model, self.datamodule, best)
+                if self.trainer.is_global_zero:
+                    lines = runs.weakest(self.model.per_class)
+                    lines += export_summary(Path(best))
+                    lines += register_best(self.trainer, Path(best), metrics)
+                    print(runs.summary(Path(best), metrics, time.perf_counter() - self.started, lines), flush=True)
+        except BaseException as error:
+            self.end_run("failed", ended=not isinstance(error, (SIGTERMException, KeyboardInterrupt)))
             raise
         self.end_run("success")
 
-    def end_run(self, status: str) -> None:
+    def end_run(self, status: str, ended: bool = True) -> None:
         for point in self.resume_points():
-            point.end()
+            point.end(ended)
         if isinstance(self.trainer.logger, MLflowRun):
             self.trainer.logger.keep_open = False
             self.trainer.logger.finalize(status)
@@ -197,7 +199,7 @@ def run() -> None:
     if arguments and not trains and not arguments[0].startswith("-"):
         arguments.insert(0, POSITIONAL.get(command, "--ckpt_path"))
     explicit = any(word.split("=")[0] in ("--ckpt_path", "--help", "-h", "--print_config") for word in arguments)
-    try:
+    with short_answers():
         if not trains and not explicit:
             arguments += ["--ckpt_path", str(runs.newest_best())]
         sys.argv[1:] = [command, *arguments]
@@ -214,11 +216,3 @@ def run() -> None:
                 **{name: {"default_config_files": [str(RECIPE)]} for name in CLI.subcommands()},
             },
         )
-    except (UserError, MisconfigurationException) as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        sys.exit(f"error: {error}. Free room there, or allow writing; then the same command goes on.")
-    except SIGTERMException as error:
-        sys.exit(error.code or 143)  # 128 + SIGTERM; Lightning 2.6 would report success

@@ -139,7 +139,7 @@ def make_optimizer(groups: list[dict[str, Any]], options: Mapping[str, Any], fus
         raise UserError(f"model.optimizer {name} can't train this network: {error} Take another.") from error
 
 
-def configure(network: nn.Module, options: Mapping[str, Any], total_steps: float, fused: bool) -> Any:
+def configure(network: nn.Module, options: Mapping[str, Any], total_steps: float, fused: bool, num_batches: int) -> Any:
     """Optimizer and schedules, as Lightning wants them.
 
     Args:
@@ -147,6 +147,7 @@ def configure(network: nn.Module, options: Mapping[str, Any], total_steps: float
         options: Those of the task.
         total_steps: Optimizer steps of the whole run.
         fused: Whether one kernel may do the whole step.
+        num_batches: Batches of an epoch, accumulated ones counted singly.
 
     Raises:
         UserError: There is no such optimizer or schedule, or the run has no end that the schedule could lead to.
@@ -161,5 +162,6 @@ def configure(network: nn.Module, options: Mapping[str, Any], total_steps: float
     schedules: list[dict[str, Any]] = [{"scheduler": steps, "interval": "step"}]
     if name == "plateau":
         plateau = PlateauOfPeaks(steps, factor=0.3, patience=3)
-        schedules.append({"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"})
+        # At an epoch's last batch. With "epoch", Lightning 2.6 would step it after the epoch's resume point is written.
+        schedules.append({"scheduler": plateau, "interval": "step", "frequency": num_batches, "monitor": "val_loss"})
     return [optimizer], schedules

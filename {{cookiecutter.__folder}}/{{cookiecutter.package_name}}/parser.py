@@ -4,11 +4,15 @@ import difflib
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from . import PACKAGE
+from . import PACKAGE, UserError
+from .resume import FULL
 
 
 class Parser(LightningArgumentParser):
@@ -42,3 +46,22 @@ def quiet() -> None:
         ".*callbacks used to create the checkpoint need to be provided.*",  # only to train on, not to measure or export
     ):
         warnings.filterwarnings("ignore", message)
+
+
+@contextmanager
+def short_answers() -> Iterator[None]:
+    """A user's mistake and a full disk end in one message, a signal in its exit code; all else keeps its traceback."""
+    try:
+        yield
+    except (UserError, MisconfigurationException) as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        sys.exit(f"error: {error}. Free room there, or allow writing; then the same command goes on.")
+    except SIGTERMException as error:
+        sys.exit(error.code or 143)  # 128 + SIGTERM; Lightning 2.6 would report success
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+            sys.exit(130)  # 128 + SIGINT; Lightning says 1
+        raise

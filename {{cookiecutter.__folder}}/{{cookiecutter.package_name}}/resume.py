@@ -80,6 +80,7 @@ class ResumePoint(Checkpoint):
         self.saved = time.monotonic()
         self.mark: Mark | None = None  # of the run that it goes on with
         self.identity = ""
+        self.unrecorded: dict[int, dict[str, float]] = {}  # step -> metrics that a kill may have kept from the logger
         self.same_run = False  # whether it goes on with what the same command began
         self.signum = signal.SIGTERM
 
@@ -90,6 +91,8 @@ class ResumePoint(Checkpoint):
             link.unlink(missing_ok=True)
             link.hardlink_to(last)  # so that at no moment there is none
             link.replace(last.with_name("previous.ckpt"))
+        for logger in trainer.loggers:
+            getattr(logger, "flush", lambda: None)()  # a resumed run records what comes after the point, and no more
         trainer.save_checkpoint(last, weights_only=False)  # the state of the optimizer as well
         self.saved = time.monotonic()
 
@@ -116,6 +119,9 @@ class ResumePoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved = time.monotonic()
+        for logger in trainer.loggers:
+            for step, metrics in self.unrecorded.items():  # which the logger leaves out if they are there after all
+                logger.log_metrics(metrics, step)
         stopped = [item for item in trainer.callbacks if isinstance(item, EarlyStopping) and item.stopped_epoch]
         if stopped and self.same_run:  # it was stopped after training, by a kill in what follows
             trainer.should_stop = True
@@ -143,7 +149,12 @@ class ResumePoint(Checkpoint):
             self.mark.release(ended)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note what the epoch's metrics have counted so far, on each device: (world_size, ...) each."""
+        """Note what the epoch's metrics have counted so far, on each device: (world_size, ...) each; and at an epoch's
+        end its metrics, which Lightning records after the resume point is written."""
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and trainer.training:
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
+            values = {name: float(value) for name, value in trainer._logger_connector.metrics["log"].items()}
+            checkpoint["unrecorded"] = {step: {**values, "epoch": trainer.current_epoch}}
         metrics: Any = pl_module.train_metrics
         list(metrics.items())  # shares the state of metrics that are computed together
         metrics.persistent(True)
@@ -157,6 +168,7 @@ class ResumePoint(Checkpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != "fit":
             return
+        self.unrecorded = checkpoint.get("unrecorded", {})
         states, metrics = checkpoint.get("train_metrics", {}), pl_module.train_metrics
         if any(len(value) != trainer.world_size for value in states.values()):
             raise UserError(

@@ -216,4 +216,5 @@ class ClassificationTask(LightningModule):
     def configure_optimizers(self) -> Any:
         # Lightning 2.6 can't clip gradients of a fused optimizer under 16-mixed (pytorch-lightning#21435).
         fused = self.trainer.precision not in ("16-mixed", "bf16-mixed") or not self.trainer.gradient_clip_val
-        return optim.configure(self.network, self.hparams, self.trainer.estimated_stepping_batches, fused)
+        steps = self.trainer.estimated_stepping_batches  # which counts the batches as well
+        return optim.configure(self.network, self.hparams, steps, fused, int(self.trainer.num_training_batches))

@@ -1,0 +1,518 @@
+# ruff: noqa: E501 - tables of faults in words
+"""Faults, put into real processes at seeded random moments: how many were survived with nothing lost?
+
+    python tests/faults/campaign.py [--scale 0.1] [KIND ...]
+
+Each kind starts real trainings of a freshly generated project, hurts them, types the same command again, and compares
+what is left with a run of the same session that was never touched: all tensors, optimizer, schedules, best score,
+metrics and MLflow points. Prints a row for each kind: how many were tried, in how many the fault really came, how many
+survived, and how many of those with the guard switched off. Exits with 1 if one of the first was lost.
+"""
+
+import argparse
+import contextlib
+import errno
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+import torch
+from cookiecutter.main import cookiecutter
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "my_lightning_project"
+Row = tuple[str, int, int, int, str]
+
+# Few and cheap steps: 5 of 256 digits an epoch. Resume points by the clock come at almost every batch.
+FIT = ["fit", "--data.batch_size", "256", "--model.width", "4", "--trainer.max_epochs", "4", "--last.minutes", "0.0003"]
+FIT += ["--trainer.enable_model_summary", "false", "--trainer.log_every_n_steps", "1", "--trainer.accelerator", "cpu"]
+BARE = ["--onnx.enabled", "false", "--registry.enabled", "false", "--trainer.logger", "false"]
+VARIANTS = {
+    "plain": [],
+    "workers": ["--data.num_workers", "2"],
+    "accumulate": ["--trainer.accumulate_grad_batches", "2"],
+    "ema": ["--ema.decay", "0.7"],
+    "plateau": ["--model.schedule", "plateau", "--model.lr", "0.05"],
+    "mixup": ["--data.mixup", "0.4"],
+    "tracked": ["--trainer.logger", "true"],
+}
+HOOKS = (
+    ["on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end"]
+    + ["on_validation_start", "on_validation_batch_end", "on_validation_end", "on_save_checkpoint"]
+    + ["on_train_end", "on_fit_end"]
+)
+
+
+class Project:
+    """A generated project, imported once; each command runs in a forked process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.template, self.count = folder / "template", 0
+        shutil.copytree(
+            cookiecutter(str(ROOT), no_input=True, default_config=True, output_dir=folder / "made"), self.template
+        )
+        self.folder = folder
+        sys.path.insert(0, str(self.template))
+        from my_lightning_project import cli, resume, speed
+
+        self.cli, self.resume = cli, resume
+        speed.SECONDS = 0.01
+        torch.set_num_threads(1)
+
+    def place(self) -> Path:
+        """An empty folder for runs and store."""
+        self.count += 1
+        folder = self.folder / f"place{self.count}"
+        folder.mkdir()
+        return folder
+
+    def start(self, place: Path, arguments: list[str], prepare: Callable[[], None] = lambda: None) -> int:
+        """Fork, and run a command there; returns the process id. Output goes to `log` in the place."""
+        sys.stdout.flush()
+        if pid := os.fork():
+            return pid
+        code: Any = 70
+        try:
+            os.setsid()
+            log = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for number in (1, 2):
+                os.dup2(log, number)
+            from filelock import FileLock
+            from my_lightning_project import check, data, registry, runs, sources, tracking
+
+            for module in (check, data, registry, runs, sources, tracking):
+                module.ROOT = place
+            runs.RUNS, tracking.STORE_LOCK = place / "runs", FileLock(place / ".mlflow.lock")
+            sys.argv = ["project", *arguments]
+            prepare()
+            self.cli.run()
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+            if isinstance(error.code, str):
+                print(error.code, flush=True)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code if code is not None else 0)
+
+    def run(self, place: Path, arguments: list[str], prepare: Callable[[], None] = lambda: None) -> int:
+        """Exit code of a command, negative for a signal."""
+        return wait(self.start(place, arguments, prepare))
+
+    def at_hook(self, hook: str, number: int, act: Callable[[Any], None]) -> Callable[[], None]:
+        """For `prepare`: act when a callback's hook is called for the nth time, the sanity check aside."""
+        import lightning as L
+
+        calls = 0
+
+        def called(_: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            nonlocal calls
+            calls += not trainer.sanity_checking
+            if calls == number and not trainer.sanity_checking:
+                act(trainer)
+
+        callback = type("AtHook", (L.Callback,), {hook: called})()
+        make = self.cli.CLI._instantiate_trainer
+
+        def prepare() -> None:
+            self.cli.CLI._instantiate_trainer = lambda cli, config, others: make(cli, config, [*others, callback])
+
+        return prepare
+
+
+def wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def tail(place: Path) -> str:
+    """The end of a place's log, in one line."""
+    lines = [line for line in (place / "log").read_text().splitlines() if line.strip()]
+    return " / ".join(lines[-6:])[-700:]
+
+
+def only_run(place: Path) -> Path:
+    (folder,) = (path for path in (place / "runs").iterdir() if path.name != "check")
+    return folder
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from flat(item, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from flat(item, f"{path}/{number}")
+    else:
+        yield path, value
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Whatever a run is to end with, without names of folders and moments in time."""
+    found: dict[str, Any] = {}
+    for name in ("best", "last"):
+        content = torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
+        kept = {
+            key: content[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step")
+        }
+        kept["callbacks"] = content["callbacks"]
+        for key in ("current_model_state", "averaging_state", "train_metrics"):
+            kept[key] = content.get(key)
+        found |= {f"{name}{path}": value for path, value in flat(kept)}
+    found |= dict(flat(json.loads((folder / "metrics.json").read_text()), "metrics"))
+    note = folder / "mlflow_run_id"
+    if note.exists():
+        with sqlite3.connect(folder.parents[1] / "mlflow.db") as store:
+            rows = store.execute(
+                "select key, step, value from metrics where run_uuid = ? and key != 'epoch' order by key, step",
+                [note.read_text()],
+            ).fetchall()
+            (status,) = store.execute("select status from runs where run_uuid = ?", [note.read_text()]).fetchone()
+        found |= {"points": [tuple(row) for row in rows], "status": status}
+    return {
+        key.replace(str(folder), ""): value
+        for key, value in found.items()
+        if not (isinstance(value, str) and "/" in value) and "sha256" not in key and "dirpath" not in key
+    }
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The first thing in which two outcomes differ; empty if none."""
+    for key in sorted(one.keys() | other.keys()):
+        if key not in one or key not in other:
+            return f"{key} is there once"
+        first, second = one[key], other[key]
+        same = torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
+        if not same and not (isinstance(first, float) and first != first and second != second):
+            return key
+    return ""
+
+
+def references(project: Project, variants: list[str]) -> dict[str, dict[str, Any]]:
+    """Outcomes of runs that nothing happens to, and how long these take."""
+    found = {}
+    for name in variants:
+        place, start = project.place(), time.monotonic()
+        assert project.run(place, [*FIT, *BARE, *VARIANTS[name]]) == 0, (place / "log").read_text()[-2000:]
+        found[name] = outcome(only_run(place)) | {"seconds": time.monotonic() - start}
+    return found
+
+
+def compare(folder: Path, reference: dict[str, Any]) -> str:
+    return difference(outcome(folder), {key: value for key, value in reference.items() if key != "seconds"})
+
+
+def kills(
+    project: Project, count: int, draw: random.Random, signum: int = signal.SIGKILL
+) -> tuple[int, int, list[str]]:
+    """Chains of one to four kills, each followed by the same command; returns chains, kills that came, losses."""
+    names = list(VARIANTS)
+    known, chains, fired, losses = references(project, names), 0, 0, []
+    while fired < count:
+        name, place = names[chains % len(names)], project.place()
+        chains += 1
+        arguments, code = [*FIT, *BARE, *VARIANTS[name]], None
+        for _ in range(draw.randint(1, 4)):
+            if draw.random() < 0.6:
+                hook = draw.choice(HOOKS)
+                number = draw.randint(1, 20 if "batch" in hook or "step" in hook or "save" in hook else 4)
+                code = project.run(
+                    place, arguments, project.at_hook(hook, number, lambda _: os.kill(os.getpid(), signum))
+                )
+            else:
+                pid = project.start(place, arguments)
+                time.sleep(draw.uniform(0.3, 1.1) * known[name]["seconds"])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+                code = wait(pid)
+            fired += code in (-signum, 128 + signum)
+            if code == 0:
+                break
+            if code not in (-signum, 128 + signum):
+                losses.append(f"{name}: exit code {code}, {tail(place)}")
+                break
+        code = code if code == 0 else project.run(place, arguments)
+        runs = [
+            path for path in (place / "runs").iterdir() if path.name != "check" and (path / "metrics.json").exists()
+        ]
+        if code != 0 or len(runs) != 1:
+            losses.append(f"{name}: exit code {code}, {len(runs)} finished runs, {tail(place)}")
+        elif lost := compare(runs[0], known[name]):
+            losses.append(f"{name}: {lost} differs, {tail(place)}")
+        else:
+            shutil.rmtree(place)
+    return chains, fired, losses
+
+
+def kill(project: Project, count: int, draw: random.Random) -> Row:
+    chains, fired, losses = kills(project, count, draw)
+    return row("SIGKILL", fired, fired, losses, f"{chains} chains")
+
+
+def terminate(project: Project, count: int, draw: random.Random) -> Row:
+    """SIGTERM and Ctrl+C by turns: exit code, no process left behind, and the same end."""
+    losses, fired, chains = [], 0, 0
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        more, came, lost = kills(project, count // 2, draw, signum)
+        chains, fired, losses = chains + more, fired + came, losses + lost
+    return row("SIGTERM, SIGINT", fired, fired, losses, f"{chains} chains")
+
+
+def save(project: Project, count: int, draw: random.Random) -> Row:
+    """SIGKILL while a checkpoint of 8 MB is written again and again, TMPDIR on another file system."""
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+    other = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else project.folder))
+
+    def campaign(writer: Any, tries: int) -> tuple[int, list[str]]:
+        place, bad, came = project.place(), [], 0
+        path = place / "last.ckpt"
+        writer.save_checkpoint({"state_dict": {"weights": torch.zeros(2_000_000)}}, path)
+        for number in range(tries):
+            ready, told = os.pipe()
+            if not (pid := os.fork()):
+                tempfile.tempdir = str(other)
+                os.write(told, b"x")
+                value = 0
+                while True:
+                    value += 1
+                    writer.save_checkpoint({"state_dict": {"weights": torch.full((2_000_000,), float(value))}}, path)
+            os.read(ready, 1)
+            os.close(ready)
+            os.close(told)
+            time.sleep(draw.uniform(0, 0.1))
+            os.kill(pid, signal.SIGKILL)
+            came += wait(pid) == -signal.SIGKILL
+            left = [item for item in place.iterdir() if item != path]
+            try:
+                weights = torch.load(path, weights_only=True)["state_dict"]["weights"]
+                if not bool((weights == weights[0]).all()) or len(left) > 1:
+                    bad.append(f"try {number}: a mixture, or {len(left)} parts left")
+            except Exception as error:
+                bad.append(f"try {number}: {type(error).__name__}: the only file is destroyed")
+                writer.save_checkpoint({"state_dict": {"weights": torch.zeros(2_000_000)}}, path)
+        return came, bad
+
+    fired, losses = campaign(project.resume.DurableIO(), count)
+    tries = max(2, count // 5)
+    unguarded = len(campaign(TorchCheckpointIO(), tries)[1])
+    shutil.rmtree(other)
+    return row("SIGKILL while saving", count, fired, losses, f"Lightning's own saving loses {unguarded} of {tries}")
+
+
+def disk(project: Project, count: int, draw: random.Random) -> Row:
+    """A disk, or the size of a file, that does not suffice: one line, nothing good lost; and the end once there is room."""
+    known = references(project, ["plain"])["plain"]
+    losses, fired = [], 0
+    arguments = [*FIT, *BARE]
+    for number in range(count):
+        place = project.place()
+        runs = place / "runs"
+        runs.mkdir()
+        size = draw.randint(40, 400) * 1024
+        mounted = number % 2 == 0 and os.system(f"mount -t tmpfs -o size={size} tmpfs {runs} 2>/dev/null") == 0
+
+        def limit(size: int = size) -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 8, resource.RLIM_INFINITY))
+
+        code, log = project.run(place, arguments, (lambda: None) if mounted else limit), (place / "log").read_text()
+        fired += code == 1 and any(os.strerror(number) in log for number in (errno.ENOSPC, errno.EFBIG))
+        points = [path for path in runs.rglob("*.ckpt") if not path.name.startswith(".")]
+        broken = [path.name for path in points if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip()]
+        errors = [line for line in log.splitlines() if line.startswith("error: ")]
+        if len(errors) != 1 or "Traceback" in log or broken:
+            losses.append(f"{size} bytes: {errors or log[-400:]}, broken: {broken}")
+        if mounted:
+            os.system(f"mount -o remount,size=100m {runs}")
+        code = project.run(place, arguments)
+        finished = [path for path in runs.iterdir() if (path / "metrics.json").exists()]
+        if code != 0 or len(finished) != 1 or (lost := compare(finished[0], known)):
+            losses.append(f"{size} bytes, then room: exit code {code}, {lost if code == 0 and finished else ''}")
+        if mounted:
+            os.system(f"umount {runs}")
+    return row("disk full, file too large", count, fired, losses, "afterwards the same command goes on")
+
+
+def checkpoint(project: Project, count: int, draw: random.Random) -> Row:
+    """Resume points that are cut, flipped or crafted."""
+    known, place = references(project, ["plain"])["plain"], project.place()
+    arguments = [*FIT, *BARE]
+    hook = project.at_hook("on_train_batch_end", 12, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    assert project.run(place, arguments, hook) == -signal.SIGKILL
+    losses, fired, kinds = [], 0, {"cut": 0, "flip": 0, "crafted": 0}
+    for number in range(count):
+        kind, copy = ("cut", "flip", "crafted")[number % 3], project.place()
+        shutil.copytree(place / "runs", copy / "runs")
+        path = only_run(copy) / "checkpoints" / "last.ckpt"
+        content = path.read_bytes()
+        if kind == "cut":
+            content = content[: draw.randrange(len(content))]
+        elif kind == "flip":
+            at = draw.randrange(len(content))
+            content = content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :]
+        path.write_bytes(content)
+        if kind == "crafted":
+            torch.save(craft(torch.load(io.BytesIO(content), weights_only=True), number // 3, copy / "ran"), path)
+        code, log = project.run(copy, arguments), (copy / "log").read_text()
+        named = "last.ckpt" in "".join(line for line in log.splitlines() if "can't be read" in line)
+        kinds[kind] += 1
+        fired += 1
+        if (copy / "ran").exists():
+            losses.append(f"{kind}: code was run, {tail(copy)}")
+        elif code == 0:
+            if kind == "crafted" and number // 3 % 4 < 2 or (lost := compare(only_run(copy), known)):
+                losses.append(f"{kind}: accepted, or another end: {lost}, {tail(copy)}")
+        elif kind != "crafted" or not [line for line in log.splitlines() if line.startswith("error: ")]:
+            losses.append(f"{kind}: exit code {code}, named {named}, {tail(copy)}")
+    return row("bad checkpoints", count, fired, losses, ", ".join(f"{number} {kind}" for kind, number in kinds.items()))
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def craft(content: dict[str, Any], number: int, path: Path) -> dict[str, Any]:
+    """A checkpoint with something in it that asks to be run."""
+    attacks: list[Callable[[], Any]] = [
+        lambda: content.update(state_dict=Touch(path)),
+        lambda: content.update(extra=Touch(path)),
+        lambda: content["hyper_parameters"].update(_instantiator=f"pathlib.Path.touch {path}"),
+        lambda: content["hyper_parameters"].update(_class_path="os.system", init_args={"command": f"touch {path}"}),
+    ]
+    attacks[number % len(attacks)]()
+    return content
+
+
+def first_runs(project: Project, count: int, draw: random.Random) -> Row:
+    """Eight first runs at once on one new store, three of them killed; then the same command for each that was killed."""
+    losses, fired = [], 0
+    arguments = [*FIT, *BARE, "--trainer.logger", "true", "--trainer.max_epochs", "2"]
+    for number in range(count):
+        place = project.place()
+        pids = [project.start(place, [*arguments, "--seed_everything", str(seed)]) for seed in range(8)]
+        doomed = draw.sample(range(8), 3)
+        time.sleep(draw.uniform(3, 8))
+        for seed in doomed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[seed], signal.SIGKILL)
+        codes = [wait(pid) for pid in pids]
+        fired += any(code == -signal.SIGKILL for code in codes)
+        again = [project.run(place, [*arguments, "--seed_everything", str(seed)]) for seed in doomed if codes[seed]]
+        with contextlib.closing(sqlite3.connect(place / "mlflow.db")) as store:
+            sound = store.execute("pragma integrity_check").fetchone() == ("ok",)
+            rows = store.execute("select status, count(*) from runs group by status").fetchall()
+            points = store.execute(
+                "select count(*) from metrics join runs using (run_uuid) where key = 'val_loss' and status = 'FINISHED' "
+                "group by run_uuid"
+            ).fetchall()
+        statuses = dict(rows)
+        whole = statuses.get("FINISHED") == 8 and not statuses.get("RUNNING") and points == [(2,)] * 8
+        if not (sound and whole) or any(codes[seed] for seed in range(8) if seed not in doomed) or any(again):
+            losses.append(f"round {number}: codes {codes}, {again}; {statuses}, points {points}, {tail(place)}")
+    return row("rounds of 8 first runs, 3 killed", count, fired, losses, "all points there, none RUNNING")
+
+
+def non_finite(project: Project, count: int, draw: random.Random) -> Row:
+    """NaN or infinity in inputs, loss, gradients or weights."""
+    losses, fired = [], 0
+
+    def spoil(trainer: Any, where: str, value: float) -> None:
+        task = trainer.lightning_module
+        if where == "weights":
+            next(task.network.parameters()).data.view(-1)[0] = value
+        elif where == "gradients":
+            parameter = next(task.network.parameters())
+            parameter.register_hook(lambda gradient: torch.full_like(gradient, value))
+        elif where == "normalisation":
+            task.network.normalize.channel_std.fill_(value)
+        else:
+            loss = task.loss
+            task.loss = lambda logits, targets: loss(logits, targets) * value
+
+    for number in range(count):
+        place, where = project.place(), ("weights", "gradients", "normalisation", "loss")[number % 4]
+        value, step = draw.choice([float("nan"), float("inf")]), draw.randint(1, 18)
+        hook = project.at_hook(
+            "on_train_batch_start", step, lambda trainer, where=where, value=value: spoil(trainer, where, value)
+        )
+        arguments = [*FIT, "--trainer.logger", "true", "--onnx.batch_sizes", "[1]"]
+        code, log = project.run(place, arguments, hook), (place / "log").read_text()
+        errors = [line for line in log.splitlines() if line.startswith("error: ")]
+        fired += len(errors) == 1
+        written = [torch.load(path, weights_only=True)["state_dict"] for path in (place / "runs").rglob("*.ckpt")]
+        finite = all(bool(torch.isfinite(value).all()) for state in written for value in state.values())
+        exported = list((place / "runs").rglob("model.onnx"))
+        if code != 1 or "Traceback" in log or not finite or exported:
+            losses.append(
+                f"{value} in {where} at {step}: exit code {code}, {finite=}, {exported}, {errors}, {tail(place)}"
+            )
+    return row("NaN and infinity", count, fired, losses, "nothing of it on disk, exported or registered")
+
+
+KINDS: dict[str, tuple[Callable[[Project, int, random.Random], Row], int]] = {
+    "kill": (kill, 200),
+    "terminate": (terminate, 40),
+    "save": (save, 300),
+    "disk": (disk, 20),
+    "checkpoint": (checkpoint, 60),
+    "first_runs": (first_runs, 20),
+    "non_finite": (non_finite, 30),
+}
+
+
+def row(kind: str, tried: int, fired: int, losses: list[str], words: str) -> Row:
+    for loss in losses:
+        print(f"    lost: {loss}", flush=True)
+    return kind, tried, fired, tried - len(losses), words
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], help="all of them if none is named")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the whole campaign")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    lost = False
+    with tempfile.TemporaryDirectory() as name:
+        project = Project(Path(name))
+        print("| kind | tried | came | survived | |\n|---|---|---|---|---|", flush=True)
+        for kind, (campaign, count) in KINDS.items():
+            if not options.kinds or kind in options.kinds:
+                start = time.monotonic()
+                words, tried, fired, survived, note = campaign(
+                    project, max(2, round(count * options.scale)), random.Random(options.seed)
+                )
+                print(
+                    f"| {words} | {tried} | {fired} | {survived} | {note}; {time.monotonic() - start:.0f} s |",
+                    flush=True,
+                )
+                lost |= survived < tried or fired < tried
+    return int(lost)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
