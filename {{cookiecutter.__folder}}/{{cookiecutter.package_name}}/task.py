@@ -217,4 +217,4 @@ class ClassificationTask(LightningModule):
         # Lightning 2.6 can't clip gradients of a fused optimizer under 16-mixed (pytorch-lightning#21435).
         fused = self.trainer.precision not in ("16-mixed", "bf16-mixed") or not self.trainer.gradient_clip_val
         steps = self.trainer.estimated_stepping_batches  # which counts the batches as well
-        return optim.configure(self.network, self.hparams, steps, fused, int(self.trainer.num_training_batches))
+        return optim.configure(self.network, self.hparams, steps, fused, self.trainer.num_training_batches)
