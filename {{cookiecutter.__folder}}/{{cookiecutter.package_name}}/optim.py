@@ -139,7 +139,9 @@ def make_optimizer(groups: list[dict[str, Any]], options: Mapping[str, Any], fus
         raise UserError(f"model.optimizer {name} can't train this network: {error} Take another.") from error
 
 
-def configure(network: nn.Module, options: Mapping[str, Any], total_steps: float, fused: bool, num_batches: int) -> Any:
+def configure(
+    network: nn.Module, options: Mapping[str, Any], total_steps: float, fused: bool, num_batches: float
+) -> Any:
     """Optimizer and schedules, as Lightning wants them.
 
     Args:
@@ -163,5 +165,7 @@ def configure(network: nn.Module, options: Mapping[str, Any], total_steps: float
     if name == "plateau":
         plateau = PlateauOfPeaks(steps, factor=0.3, patience=3)
         # At an epoch's last batch. With "epoch", Lightning 2.6 would step it after the epoch's resume point is written.
-        schedules.append({"scheduler": plateau, "interval": "step", "frequency": num_batches, "monitor": "val_loss"})
+        schedules.append(
+            {"scheduler": plateau, "interval": "step", "frequency": int(num_batches), "monitor": "val_loss"}
+        )
     return [optimizer], schedules
