@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -279,6 +280,20 @@ def test_two_processes_train_as_one_run(project: Path) -> None:
     run(project, "fit", *devices, *SHORT)
     runs = client(project).search_runs([client(project).get_experiment_by_name("My Lightning Project").experiment_id])
     assert ([item.info.status for item in runs], len(versions(project))) == (["FINISHED"], 1)
+    rates = client(project).get_metric_history(runs[0].info.run_id, "lr-AdamW/pg1")
+    steps = 2 * (1297 // 2 // 64)  # optimizer steps of the run: each process has half of the samples
+    expected = 3e-3 * 0.5 * (1 + math.cos(math.pi * (rates[-1].step - 2) / (steps - 2)))  # after 2 steps of warm-up
+    assert rates[-1].value == pytest.approx(expected)
+
+
+def test_two_processes_measure_what_one_measures(fitted: SimpleNamespace) -> None:
+    """The 270 samples make batches of unequal size, and unequal shares for the processes."""
+    devices = ("--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", "ddp")
+    output = run(fitted.folder, "test", *devices, "--data.batch_size", "32").stdout
+    found = {name: float(value) for name, value in re.findall(r"(test_\w+)\W+([\d.]+)", output)}
+    metrics = json.loads((fitted.run / "metrics.json").read_text())
+    expected = {name: value for name, value in metrics.items() if name.startswith("test_")}
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_eight_first_runs_at_the_same_moment_all_succeed(project: Path) -> None:
