@@ -29,7 +29,7 @@ def test_the_command_suggests_both_and_leaves_nothing(command: Callable[..., str
     before = {path for path in project.rglob("*") if "mlflow" not in path.name}
     output = command("tune", "--batch_size", "true", "--model.width", "4", "--trainer.logger", "false")
     rate, size = (line.rsplit(" ", 1)[1] for line in output.splitlines())
-    assert (1e-4 < float(rate) < 1, size) == (True, "1024")  # of 1,257 samples
+    assert (1e-4 < float(rate) < 1, size) == (True, "1024")  # of 1,297 samples
     assert {path for path in project.rglob("*") if "mlflow" not in path.name} == before
 
 
