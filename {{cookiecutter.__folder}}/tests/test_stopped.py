@@ -18,7 +18,14 @@ from mlflow import MlflowClient
 
 from {{ cookiecutter.package_name }} import PACKAGE, DamagedFile, UserError, cli, runs, stopped
 from {{ cookiecutter.package_name }}.runs import load_checkpoint
-from {{ cookiecutter.package_name }}.stopped import Mark, StillRunning, identity, stopped_run, usable_point
+from {{ cookiecutter.package_name }}.stopped import (
+    Mark,
+    StillRunning,
+    end_dead_runs,
+    identity,
+    stopped_run,
+    usable_point,
+)
 
 OPTIONS: dict[str, Any] = {"model": {"lr": 0.1}, "data": {"batch_size": 8, "num_workers": 0}, "ckpt_path": None}
 
@@ -210,3 +217,40 @@ def test_a_run_that_is_still_trained_is_left_alone(stopped_folder: Path, other_p
     with pytest.raises(StillRunning, match="The run 20 is still being trained"):
         Mark(stopped_folder, "mine")
     assert (stopped_folder / "unfinished").read_text() == "mine"
+
+
+# Runs that are dead, in the store
+
+
+@pytest.fixture
+def run_id(stopped_folder: Path, tmp_path: Path) -> str:
+    """A run that the store takes to be RUNNING."""
+    client = MlflowClient(f"sqlite:///{tmp_path / 'store.db'}")
+    run_id: str = client.create_run(client.create_experiment("dead")).info.run_id
+    (stopped_folder / "mlflow_run_id").write_text(run_id)
+    return run_id
+
+
+def status_after_clean_up(tmp_path: Path, run_id: str, own: Mark | None = None) -> str:
+    client = MlflowClient(f"sqlite:///{tmp_path / 'store.db'}")
+    end_dead_runs(client, own)
+    return str(client.get_run(run_id).info.status)
+
+
+def test_a_dead_run_counts_as_killed(run_id: str, tmp_path: Path) -> None:
+    assert status_after_clean_up(tmp_path, run_id) == "KILLED"
+
+
+def test_a_living_run_is_left_running(run_id: str, other_process: None, tmp_path: Path) -> None:
+    assert status_after_clean_up(tmp_path, run_id) == "RUNNING"
+
+
+def test_the_run_that_goes_on_is_left_running(run_id: str, stopped_folder: Path, tmp_path: Path) -> None:
+    mark = Mark(stopped_folder, "mine")
+    assert status_after_clean_up(tmp_path, run_id, mark) == "RUNNING"
+    mark.release(ended=True)
+
+
+def test_a_dead_run_of_another_store_is_no_obstacle(stopped_folder: Path, run_id: str, tmp_path: Path) -> None:
+    (stopped_folder / "mlflow_run_id").write_text("0" * 32)
+    assert status_after_clean_up(tmp_path, run_id) == "RUNNING"

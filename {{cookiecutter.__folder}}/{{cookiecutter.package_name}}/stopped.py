@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from . import PACKAGE, DamagedFile, UserError, runs
 from .images import combine_hashes, file_hash
+from .tracking import plain_errors
 
 
 def identity(options: dict[str, Any]) -> str:
@@ -104,3 +105,20 @@ def stopped_run(own: str) -> tuple[Mark | None, Path] | None:
         except (FileNotFoundError, StillRunning):  # its process has just ended it, or goes on with it
             continue
     return None
+
+
+def end_dead_runs(client: Any, own: Mark | None) -> None:
+    """Let runs whose process is gone count as KILLED in the store; they would be RUNNING there for ever.
+
+    Args:
+        client: MLflow's.
+        own: The mark of the run that this process goes on with.
+    """
+    for path in runs.RUNS.glob("*/unfinished"):
+        note = path.with_name("mlflow_run_id")
+        if own and own.path == path or not note.is_file():
+            continue
+        with suppress(StillRunning, UserError, FileNotFoundError), plain_errors(client.tracking_uri):
+            Mark(path.parent, path.read_text()).release(ended=False)
+            if client.get_run(note.read_text()).info.status == "RUNNING":
+                client.set_terminated(note.read_text(), "KILLED")
