@@ -147,7 +147,8 @@ def test_fit_leaves_these_files(fitted: SimpleNamespace) -> None:
 def test_fit_ends_with_a_summary_of_about_ten_lines(fitted: SimpleNamespace) -> None:
     lines = fitted.output[fitted.output.index(f"{NAME}, run ") :].splitlines()
     starts = [line.split("  ")[0] for line in lines if line[0] != " "]
-    assert (len(lines) <= 11, starts[1:]) == (True, ["best checkpoint", "exported", "registered", "next"])
+    expected = ["best checkpoint", "weakest classes", "exported", "registered", "next"]
+    assert (len(lines) <= 12, starts[1:]) == (True, expected)
 
 
 def test_fit_checks_before_it_trains(fitted: SimpleNamespace) -> None:
@@ -209,7 +210,8 @@ def test_readme_names_commands_and_options_that_exist(fitted: SimpleNamespace) -
     text = (fitted.folder / "README.md").read_text("utf-8")
     commands = set(re.findall(rf"python -m {NAME} (\w+)", text)) | set(re.findall(r"^\| `(\w+)", text, re.MULTILINE))
     options = set(re.findall(r"--(?:data|model|trainer|ckpt)[\w.]+", text))
-    known = run(fitted.folder, "--help").stdout.split(), run(fitted.folder, "fit", "--help").stdout
+    presets = [path.stem for path in (fitted.folder / "presets").iterdir()]
+    known = [*run(fitted.folder, "--help").stdout.split(), *presets], run(fitted.folder, "fit", "--help").stdout
     assert (commands - set(known[0]), {option for option in options if f"{option} " not in known[1]}) == (set(), set())
 
 
