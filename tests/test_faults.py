@@ -15,6 +15,7 @@ SHARES = {
     "checkpoint": 0.1,
     "first_runs": 0.1,
     "non_finite": 0.14,
+    "outage": 0.1,
 }
 
 

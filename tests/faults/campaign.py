@@ -19,11 +19,14 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,11 +95,11 @@ class Project:
             for number in (1, 2):
                 os.dup2(log, number)
             from filelock import FileLock
-            from my_lightning_project import check, data, registry, runs, sources, tracking
+            from my_lightning_project import check, data, registry, runs, sources, store
 
-            for module in (check, data, registry, runs, sources, tracking):
+            for module in (check, data, registry, runs, sources, store):
                 module.ROOT = place
-            runs.RUNS, tracking.STORE_LOCK = place / "runs", FileLock(place / ".mlflow.lock")
+            runs.RUNS, store.STORE_LOCK = place / "runs", FileLock(place / ".mlflow.lock")
             sys.argv = ["project", *arguments]
             prepare()
             self.cli.run()
@@ -473,6 +476,103 @@ def non_finite(project: Project, count: int, draw: random.Random) -> Row:
     return row("NaN and infinity", count, fired, losses, "nothing of it on disk, exported or registered")
 
 
+@contextlib.contextmanager
+def server(place: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """An MLflow server with a store of its own, once it answers."""
+    store = [
+        "--backend-store-uri",
+        f"sqlite:///{place / 'server.db'}",
+        "--artifacts-destination",
+        str(place / "artifacts"),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        *store,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
+    with (place / "server.log").open("ab") as log:
+        process = subprocess.Popen(command, cwd=place, stdout=log, stderr=log, start_new_session=True)
+    try:
+        for _ in range(240):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            time.sleep(0.25)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def outage(project: Project, count: int, draw: random.Random) -> Row:
+    """A real MLflow server that dies, or hangs, in the middle of a run, and is there again for the next one."""
+    losses, fired, longest, epochs = [], 0, 0.0, 60
+    for number in range(count):
+        place, dies = project.place(), number % 2 == 0
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+
+        def prepare(port: int = port) -> None:
+            os.environ["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{port}"
+
+        arguments = [
+            *FIT,
+            *BARE,
+            "--trainer.logger",
+            "true",
+            "--early_stopping.patience",
+            "1000",
+            "--trainer.max_epochs",
+        ]
+        with server(place, port) as process:
+            pid = project.start(place, [*arguments, str(epochs)], prepare)
+            while not (list((place / "runs").glob("*/checkpoints/last.ckpt")) or os.waitpid(pid, os.WNOHANG)[0]):
+                time.sleep(0.05)
+            time.sleep(draw.uniform(0, 1.5))
+            os.killpg(process.pid, signal.SIGKILL if dies else signal.SIGSTOP)
+            folder, gap, seen = only_run(place), 0.0, time.monotonic()
+            while not (ended := os.waitpid(pid, os.WNOHANG))[0]:  # how long does training stand still?
+                stamp = (folder / "checkpoints" / "last.ckpt").stat().st_mtime_ns
+                time.sleep(0.05)
+                if (folder / "checkpoints" / "last.ckpt").stat().st_mtime_ns != stamp:
+                    gap, seen = max(gap, time.monotonic() - seen), time.monotonic()
+            code, log = os.waitstatus_to_exitcode(ended[1]), (place / "log").read_text()
+            fired += "warning: MLflow at" in log
+            longest = max(longest, gap)
+            if not dies:
+                os.killpg(process.pid, signal.SIGCONT)
+        kept = (folder / "unsent.json").exists()
+        with server(place, port):
+            again = project.run(place, [*arguments, "1"], prepare)
+        with contextlib.closing(sqlite3.connect(place / "server.db")) as store:
+            run_id = (folder / "mlflow_run_id").read_text()
+            steps = store.execute(
+                "select step from metrics where run_uuid = ? and key = 'val_loss'", [run_id]
+            ).fetchall()
+            (status,) = store.execute("select status from runs where run_uuid = ?", [run_id]).fetchone()
+        if (code, again, status) != (0, 0, "FINISHED") or sorted(steps) != [
+            (5 * epoch + 4,) for epoch in range(epochs)
+        ]:
+            losses.append(
+                f"{dies=}: {code}, {again}, {status}, {kept=}, {len(steps)} of {epochs} points, {tail(place)}"
+            )
+        elif gap > 15:
+            losses.append(f"{dies=}: training stood still for {gap:.0f} s")
+    return row(
+        "tracking server dies or hangs", count, fired, losses, f"training stood still for {longest:.0f} s at most"
+    )
+
+
 KINDS: dict[str, tuple[Callable[[Project, int, random.Random], Row], int]] = {
     "kill": (kill, 200),
     "terminate": (terminate, 40),
@@ -481,6 +581,7 @@ KINDS: dict[str, tuple[Callable[[Project, int, random.Random], Row], int]] = {
     "checkpoint": (checkpoint, 60),
     "first_runs": (first_runs, 20),
     "non_finite": (non_finite, 30),
+    "outage": (outage, 20),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 from filelock import FileLock
 
-from {{ cookiecutter.package_name }} import check, cli, data, registry, runs, sources, speed, tracking
+from {{ cookiecutter.package_name }} import check, cli, data, registry, runs, sources, speed, store
 from {{ cookiecutter.package_name }}.cli import RECIPE
 from {{ cookiecutter.package_name }}.data import DataModule
 from {{ cookiecutter.package_name }}.task import ClassificationTask
@@ -31,10 +31,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("project")
     torch.set_num_threads(1)  # networks this small gain nothing from more, and lose much where cores are shared
     with pytest.MonkeyPatch.context() as patch:
-        for module in (check, data, registry, sources, tracking):
+        for module in (check, data, registry, sources, store):
             patch.setattr(module, "ROOT", folder)
         patch.setattr(speed, "SECONDS", 0.01)
-        patch.setattr(tracking, "STORE_LOCK", FileLock(folder / ".mlflow.lock"))
+        patch.setattr(store, "STORE_LOCK", FileLock(folder / ".mlflow.lock"))
         patch.setattr(runs, "RUNS", folder / "runs")
         yield folder
 

@@ -18,6 +18,7 @@ import pytest
 from {{ cookiecutter.package_name }} import PACKAGE, UserError
 from {{ cookiecutter.package_name }}.images import file_hash
 from {{ cookiecutter.package_name }}.registry import Registry, register_best
+from {{ cookiecutter.package_name }}.store import StoreError
 from {{ cookiecutter.package_name }}.tracking import MLflowRun
 
 
@@ -316,3 +317,18 @@ def test_metrics_of_each_class_are_kept(trained: SimpleNamespace) -> None:
         "val_acc_per_class": [str(row) for row in range(10)],
         "test_acc_per_class": [str(row) for row in range(10)],
     }
+
+
+def test_a_store_that_went_away_leaves_registration_for_later(
+    trained: SimpleNamespace, metrics: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, run = Registry(), MLflowRun()
+
+    def refuse(*_: Any) -> str:
+        raise StoreError("MLflow at http://127.0.0.1:9: connection refused")
+
+    monkeypatch.setattr(registry, "run", refuse)
+    trainer: Any = SimpleNamespace(callbacks=[registry], logger=run)
+    first, second = register_best(trainer, trained.best, metrics)
+    assert first == "registered       nothing yet: MLflow at http://127.0.0.1:9: connection refused"
+    assert second.startswith("                 later: python -m ") and second.endswith("checkpoints/best.ckpt")

@@ -21,9 +21,9 @@ from {{ cookiecutter.package_name }}.runs import load_checkpoint
 from {{ cookiecutter.package_name }}.stopped import (
     Mark,
     StillRunning,
-    end_dead_runs,
     identity,
     stopped_run,
+    tidy_store,
     usable_point,
 )
 
@@ -233,7 +233,7 @@ def run_id(stopped_folder: Path, tmp_path: Path) -> str:
 
 def status_after_clean_up(tmp_path: Path, run_id: str, own: Mark | None = None) -> str:
     client = MlflowClient(f"sqlite:///{tmp_path / 'store.db'}")
-    end_dead_runs(client, own)
+    tidy_store(client, own)
     return str(client.get_run(run_id).info.status)
 
 

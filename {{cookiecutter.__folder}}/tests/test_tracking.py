@@ -1,17 +1,20 @@
 """The tracking store and the run: made once, written in batches, continued on resume, ended with the right status."""
 
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 
 from {{ cookiecutter.package_name }} import PACKAGE, UserError
 from {{ cookiecutter.package_name }}.facts import command_output, run_documents, run_facts
-from {{ cookiecutter.package_name }}.tracking import MLflowRun, embedded_store
+from {{ cookiecutter.package_name }}.store import embedded_store, impatient, send_unsent
+from {{ cookiecutter.package_name }}.tracking import MLflowRun
 
 
 @pytest.fixture
@@ -28,8 +31,8 @@ def status(run: MLflowRun) -> str:
 def test_several_processes_make_the_store_at_once(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); from filelock import FileLock\n"
-        f"from pathlib import Path; from {PACKAGE.name} import tracking\n"
-        f"tracking.ROOT = Path({str(tmp_path)!r}); tracking.STORE_LOCK = FileLock({str(tmp_path / 'lock')!r})\n"
+        f"from pathlib import Path; from {PACKAGE.name} import store, tracking\n"
+        f"store.ROOT = Path({str(tmp_path)!r}); store.STORE_LOCK = FileLock({str(tmp_path / 'lock')!r})\n"
         "print(tracking.MLflowRun('first').run_id)"
     )
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) for _ in range(3)]
@@ -41,7 +44,7 @@ def test_several_processes_make_the_store_at_once(tmp_path: Path) -> None:
 
 
 def test_a_half_built_store_is_built_anew(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("{{ cookiecutter.package_name }}.tracking.ROOT", tmp_path)
+    monkeypatch.setattr("{{ cookiecutter.package_name }}.store.ROOT", tmp_path)
     (tmp_path / ".mlflow.db.part").write_bytes(b"killed in the middle")
     assert MlflowClient(embedded_store()).search_experiments()[0].name == "Default"
 
@@ -131,14 +134,108 @@ def test_a_store_that_does_not_answer_is_named_without_its_password(monkeypatch:
     assert ("127.0.0.1:9" in str(caught.value), "secret" in str(caught.value)) == (True, False)
 
 
-def test_a_store_that_breaks_in_the_middle_is_named_in_one_line(tmp_path: Path) -> None:
+# A store that goes away
+
+
+@pytest.fixture
+def away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[MLflowRun, list[str], Callable[[bool], None]]]:
+    """A run whose store can be sent away and called back, and what is said meanwhile."""
+    lines: list[str] = []
+    monkeypatch.setattr("{{ cookiecutter.package_name }}.tracking.rank_zero_info", lines.append)
     run = MLflowRun(tracking_uri=f"sqlite:///{tmp_path / 'store.db'}")
-    run.log_metrics({"loss": 1.0})
-    _ = run.run_id
-    (tmp_path / "store.db").write_bytes(b"no database at all" * 1000)
-    with pytest.raises(UserError, match="^MLflow at sqlite:.*Start the server") as caught:
-        run.flush()
-    assert "\n" not in str(caught.value)
+    run.use_folder(tmp_path)
+    send, gone = run.client.log_batch, {"now": False}
+
+    def log_batch(*args: Any, **kwargs: Any) -> None:
+        if gone["now"]:
+            raise OSError("connection refused")
+        send(*args, **kwargs)
+
+    monkeypatch.setattr(run.client, "log_batch", log_batch)
+    yield run, lines, lambda now: gone.update(now=now)
+
+
+Away = tuple[MLflowRun, list[str], Callable[[bool], None]]
+
+
+def steps(run: MLflowRun) -> list[int]:
+    return sorted(point.step for point in run.client.get_metric_history(run.run_id, "loss"))
+
+
+def test_training_goes_on_without_its_store_and_nothing_is_lost(away: Away, tmp_path: Path) -> None:
+    run, lines, go = away
+    run.log_metrics({"loss": 1.0}, 0)
+    run.flush()
+    go(True)
+    for step in range(1, 4):
+        run.log_metrics({"loss": 1.0}, step)
+        run.flush(force=True)
+    assert [line[:38] for line in lines] == ["warning: MLflow at sqlite:///" + str(tmp_path)[:9]]  # said once
+    assert (tmp_path / "unsent.json").is_file() and steps(run) == [0]
+    go(False)
+    run.finalize("success")
+    assert steps(run) == [0, 1, 2, 3] and not (tmp_path / "unsent.json").exists()
+    assert (lines[-1], status(run)) == ("MLflow answers again, and has got everything.", "FINISHED")
+
+
+def test_a_store_that_is_away_is_left_alone_for_a_while(away: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _, go = away
+    run.log_metrics({"loss": 1.0}, 0)
+    go(True)
+    run.flush()
+    monkeypatch.setattr(run.client, "log_batch", lambda *_, **__: pytest.fail("tried again at once"))
+    run.log_metrics({"loss": 1.0}, 1)
+    run.flush()
+
+
+def test_what_a_run_could_not_send_is_sent_by_the_next(away: Away, tmp_path: Path) -> None:
+    run, _, go = away
+    run.log_metrics({"loss": 1.0}, 0)
+    go(True)
+    set_terminated = run.client.set_terminated
+    run.client.set_terminated = lambda *_, **__: run.client.log_batch()
+    run.finalize("success")
+    assert (steps(run), status(run)) == ([], "RUNNING")
+    go(False)
+    run.client.set_terminated = set_terminated
+    send_unsent(run.client, tmp_path)
+    assert (steps(run), status(run), (tmp_path / "unsent.json").exists()) == ([0], "FINISHED", False)
+
+
+def test_points_that_are_sent_twice_are_there_once(away: Away, tmp_path: Path) -> None:
+    run, _, go = away
+    run.log_metrics({"loss": 1.0}, 0)
+    go(True)
+    run.flush()
+    content = (tmp_path / "unsent.json").read_bytes()
+    go(False)
+    run.flush(force=True)
+    (tmp_path / "unsent.json").write_bytes(content)  # killed after sending, before the file was taken away
+    send_unsent(run.client, tmp_path)
+    assert steps(run) == [0]
+
+
+def test_a_resumed_run_sends_what_the_stopped_one_could_not(away: Away, tmp_path: Path) -> None:
+    run, _, go = away
+    run.log_metrics({"loss": 1.0}, 0)
+    go(True)
+    run.flush()
+    again = MLflowRun(tracking_uri=f"sqlite:///{tmp_path / 'store.db'}")
+    again.use_folder(tmp_path)
+    _ = again.experiment
+    again.log_metrics({"loss": 2.0}, 0)  # the same step, done again
+    again.log_metrics({"loss": 1.0}, 1)
+    again.finalize("success")
+    assert steps(again) == [0, 1]
+
+
+def test_a_hanging_store_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
+    with impatient():
+        times = [int(os.environ[f"MLFLOW_HTTP_REQUEST_{name}"]) for name in ("MAX_RETRIES", "TIMEOUT")]
+    assert (times[0] + 1) * times[1] <= 15 and os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == before
 
 
 def test_an_experiment_that_another_process_has_just_made_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from .parser import Parser, quiet, short_answers
 from .registry import Registry, register, register_best
 from .resume import DurableIO, ResumePoint, refuse_mixing
 from .speed import cpu_precision
-from .stopped import end_dead_runs, identity, stopped_run, stopping_at_once
+from .stopped import identity, stopped_run, stopping_at_once, tidy_store
 from .task import ClassificationTask
 from .tracking import MLflowRun
 from .tune import tune
@@ -150,7 +150,7 @@ class CLI(LightningCLI):
             refuse_mixing(self.checkpoint, {"model": self.model.hparams, "data": self.datamodule.hparams})
         if isinstance(self.trainer.logger, MLflowRun):
             self.trainer.logger.keep_open = True
-            end_dead_runs(self.trainer.logger.client, self.mark)
+            tidy_store(self.trainer.logger.client, self.mark)
         for point in self.resume_points():
             point.mark, point.identity, point.same_run = self.mark, self.identity, self.mark is not None
         with stopping_at_once():

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from . import PACKAGE, ROOT, UserError
 from .images import file_hash
 from .runs import evaluate, run_folder
-from .tracking import MLflowRun, existing_is_fine, plain_errors
+from .store import StoreError, existing_is_fine, plain_errors
+from .tracking import MLflowRun
 
 
 class Registry(Callback):
@@ -172,7 +174,11 @@ def register_best(trainer: Trainer, checkpoint: Path, metrics: dict[str, float])
         return ["registered       nothing: registry.enabled or trainer.logger is false"]
     if not (run_folder(checkpoint) / "export" / "contract.json").is_file():
         return ["registered       nothing: there is no export (onnx.enabled is false)"]
-    return [f"registered       {registry.run(trainer.logger, checkpoint, metrics)}"]
+    try:
+        return [f"registered       {registry.run(trainer.logger, checkpoint, metrics)}"]
+    except StoreError as error:
+        later = f"python -m {PACKAGE.name} register {os.path.relpath(checkpoint)}"
+        return [f"registered       nothing yet: {error}", f"                 later: {later}"]
 
 
 def register(

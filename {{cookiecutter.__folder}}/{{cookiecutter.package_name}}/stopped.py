@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from . import PACKAGE, DamagedFile, UserError, runs
 from .images import combine_hashes, file_hash
-from .tracking import plain_errors
+from .store import UNSENT, StoreError, plain_errors, send_unsent
 
 
 def identity(options: dict[str, Any]) -> str:
@@ -107,8 +107,9 @@ def stopped_run(own: str) -> tuple[Mark | None, Path] | None:
     return None
 
 
-def end_dead_runs(client: Any, own: Mark | None) -> None:
-    """Let runs whose process is gone count as KILLED in the store; they would be RUNNING there for ever.
+def tidy_store(client: Any, own: Mark | None) -> None:
+    """Let runs whose process is gone count as KILLED in the store, where they would be RUNNING for ever, and send what
+    it did not take of runs that are through.
 
     Args:
         client: MLflow's.
@@ -122,3 +123,7 @@ def end_dead_runs(client: Any, own: Mark | None) -> None:
             Mark(path.parent, path.read_text()).release(ended=False)
             if client.get_run(note.read_text()).info.status == "RUNNING":
                 client.set_terminated(note.read_text(), "KILLED")
+    for path in runs.RUNS.glob(f"*/{UNSENT}"):
+        if not path.with_name("unfinished").exists():
+            with suppress(StoreError):  # another time
+                send_unsent(client, path.parent)

@@ -1,74 +1,24 @@
-"""MLflow tracking: the store, and for each training a run with its curves, its hyperparameters and its facts."""
+"""MLflow tracking: for each training a run with its curves, its hyperparameters and its facts."""
 
+import json
 import os
-import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from . import PACKAGE, ROOT, UserError
+from . import PACKAGE, store
 from .images import replace_file
+from .store import UNSENT, StoreError, existing_is_fine, impatient, plain_errors, read_unsent
 
-# Read when mlflow is first used. No usage statistics leave the machine, and a server that is away is reported within
-# seconds instead of after minutes of retries.
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-
-STORE_LOCK = FileLock(ROOT / ".mlflow.lock")
-
-
-def embedded_store() -> str:
-    """URI of the project's own store, `mlflow.db`. Made once: in a file aside, under a lock, and then renamed, because
-    MLflow builds its tables without a lock, and two processes or a kill in the middle would spoil them for good."""
-    from mlflow import MlflowClient
-
-    path, part = ROOT / "mlflow.db", ROOT / ".mlflow.db.part"
-    with STORE_LOCK:
-        if not path.is_file():
-            part.unlink(missing_ok=True)
-            MlflowClient(f"sqlite:///{part}").search_experiments()
-            part.replace(path)
-    return f"sqlite:///{path}"
-
-
-@contextmanager
-def plain_errors(uri: str) -> Iterator[None]:
-    """Turn what a store raises, in many lines and of several kinds, into one UserError that shows no password."""
-    from mlflow import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        yield
-    except (MlflowException, SQLAlchemyError, ImportError, OSError) as error:  # a driver is missing, or no answer came
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        message = re.sub(r"(?<=//)[^/\s]*@|\?[^\s:]*", "", f"MLflow at {uri}: {reason}")
-        raise UserError(
-            f"{message[:400]} Start the server, unset MLFLOW_TRACKING_URI to use the project's own store, or set "
-            "--trainer.logger false."
-        ) from error
-
-
-@contextmanager
-def existing_is_fine() -> Iterator[None]:
-    """For creating what another process may be creating at this very moment."""
-    from mlflow import MlflowException
-
-    try:
-        yield
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
+RETRY_AFTER = 30.0  # seconds, in which a store that did not answer is left alone
 
 
 class MLflowRun(MLFlowLogger):
@@ -81,22 +31,27 @@ class MLflowRun(MLFlowLogger):
     """
 
     def __init__(self, experiment_name: str | None = None, tracking_uri: str | None = None) -> None:
-        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or embedded_store()
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or store.embedded_store()
         # Absolute, so that artifacts land in the project from any working directory; a server decides for itself.
-        location = (ROOT / "mlruns").as_uri() if uri.startswith("sqlite:") else None
+        location = (store.ROOT / "mlruns").as_uri() if uri.startswith("sqlite:") else None
         with plain_errors(uri):
             super().__init__(experiment_name or PACKAGE.name, tracking_uri=uri, artifact_location=location)
         self.keep_open = False  # whether more will be recorded after training, before the run counts as finished
         self._pending: list[Any] = []
         self._known: dict[str, int] = {}  # the newest step of each metric that a stopped process had recorded
         self._last_flush = time.monotonic()
+        self._retry_at = 0.0
+        self._away = False  # whether the store did not answer the last time
+        self._folder: Path | None = None
 
     @rank_zero_only
     def use_folder(self, folder: Path) -> None:
         """Go on with the MLflow run that the folder notes, or note this one in it and give it the folder's name."""
-        note = folder / "mlflow_run_id"
+        note, self._folder = folder / "mlflow_run_id", folder
         if note.is_file():
             self._run_id = note.read_text()
+            if (folder / UNSENT).is_file():
+                self._pending = read_unsent(folder)[0] + self._pending
         else:
             self.experiment.update_run(self.run_id, name=folder.name)
             replace_file(note, str(self.run_id).encode())
@@ -116,7 +71,7 @@ class MLflowRun(MLFlowLogger):
         """
         if self._initialized:
             return self._mlflow_client
-        with plain_errors(self._tracking_uri), STORE_LOCK:
+        with plain_errors(self._tracking_uri), store.STORE_LOCK:
             with existing_is_fine():
                 _ = super().experiment
             client = super().experiment  # finds the experiment, where another process has just made it
@@ -124,6 +79,7 @@ class MLflowRun(MLFlowLogger):
             newest = client.get_run(self._run_id).data.metrics  # of a run that goes on; a new one has none
             points = {key: client.get_metric_history(self._run_id, key) for key in newest}
             self._known = {key: max(point.step for point in history) for key, history in points.items()}
+            self._known |= {point.key: max(point.step, self._known.get(point.key, -1)) for point in self._pending}
         return client
 
     @rank_zero_only
@@ -166,23 +122,47 @@ class MLflowRun(MLFlowLogger):
         if time.monotonic() - self._last_flush > 5:
             self.flush()
 
-    def flush(self) -> None:
-        """Send what is collected; the store takes at most 1,000 points in a call."""
+    def flush(self, force: bool = False) -> None:
+        """Send what is collected; the store takes at most 1,000 points in a call. Where it does not answer, training
+        goes on: what is not sent is kept in the run's folder, tried again, and sent at the latest by the next run."""
         client = self.experiment
-        while self._pending:
-            with plain_errors(self._tracking_uri):
-                client.log_batch(self._run_id, metrics=self._pending[:1000])
-            del self._pending[:1000]
         self._last_flush = time.monotonic()
+        if self._last_flush < self._retry_at and not force:
+            return self.keep()
+        try:
+            with impatient(), plain_errors(self._tracking_uri):
+                while self._pending:
+                    client.log_batch(self._run_id, metrics=self._pending[:1000])
+                    del self._pending[:1000]
+        except StoreError as error:
+            self._retry_at = time.monotonic() + RETRY_AFTER
+            if not self._away:
+                rank_zero_info(f"warning: {error} Training goes on; what can't be sent is kept in the run's folder.")
+            self._away = True
+            return self.keep()
+        if self._away:
+            rank_zero_info("MLflow answers again, and has got everything.")
+            self._away = False
+        if self._folder:
+            (self._folder / UNSENT).unlink(missing_ok=True)
+
+    def keep(self, status: str | None = None) -> None:
+        """Write down what the store has not got: points, and with which status the run ended."""
+        if self._folder:
+            points = [[point.key, point.value, point.timestamp, point.step] for point in self._pending]
+            replace_file(self._folder / UNSENT, json.dumps({"points": points, "status": status}).encode())
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
         """Called by the Trainer at the end of each of its loops, with `success` or `failed`."""
         if not (self._initialized or self._pending):
             return
-        self.flush()
+        self.flush(force=True)
         if not (status == "success" and self.keep_open):
             stopped = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException))
             end = "FINISHED" if status == "success" else "KILLED" if stopped else "FAILED"
-            with plain_errors(self._tracking_uri):
-                self._mlflow_client.set_terminated(str(self._run_id), end)
+            try:
+                with impatient(), plain_errors(self._tracking_uri):
+                    self._mlflow_client.set_terminated(str(self._run_id), end)
+            except StoreError:
+                self.keep(end)
