@@ -381,7 +381,7 @@ def test_another_network_is_an_edit_of_model_py(project: Path) -> None:
 
 
 def test_a_further_metric_is_an_edit_of_metrics_py(project: Path) -> None:
-    old = '        metrics["acc"] = MulticlassAccuracy(num_classes, average="micro")\n'
+    old = '        metrics["acc"] = MulticlassAccuracy(num_classes, average="micro", **fast)\n'
     edit(
         project / NAME / "metrics.py", old, f'{old}        metrics["top3"] = MulticlassAccuracy(num_classes, top_k=3)\n'
     )
@@ -405,9 +405,9 @@ def test_regression_is_an_edit_of_sources_py_task_py_and_metrics_py(project: Pat
     edit(package / "metrics.py", "preds=logits,", "preds=logits[:, 0],")
     old = "        return logits.sigmoid()"
     edit(package / "task.py", old, f"        return logits\n{old}")
-    old = '    if task == "multilabel":\n'
+    old = '    if task == "multilabel":\n        metrics["acc"]'
     mae = '    if task == "regression":\n        metrics["mae"] = MeanAbsoluteError()\n'
-    edit(package / "metrics.py", old, f"{mae}    el{old.strip()}\n")
+    edit(package / "metrics.py", old, f"{mae}    el{old.strip()}")
     edit(package / "metrics.py", "from torchmetrics import", "from torchmetrics import MeanAbsoluteError,")
     output = run(project, "fit", "--trainer.max_epochs", "10").stdout
     assert " samples, numbers from 0 to 9" in output
