@@ -16,7 +16,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
-from {{ cookiecutter.package_name }} import PACKAGE, DamagedFile, UserError, cli, runs, stopped
+from {{ cookiecutter.package_name }} import PACKAGE, DamagedFile, NoRoom, UserError, cli, runs, stopped
 from {{ cookiecutter.package_name }}.runs import load_checkpoint
 from {{ cookiecutter.package_name }}.stopped import (
     Mark,
@@ -105,6 +105,23 @@ def test_a_run_that_failed_is_not_gone_on_with(
         with pytest.raises(SystemExit, match="val_loss is nan in epoch 1, step 0"):
             small_fit("--trainer.max_epochs", "1")
     assert not list(own_runs.glob("*/unfinished"))
+
+
+def test_a_run_whose_disk_was_full_goes_on(
+    own_runs: Path, small_fit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, save = ["--trainer.max_epochs", "3"], cli.DurableIO.save_checkpoint
+
+    def full(self: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if checkpoint["epoch"] == 1:
+            raise NoRoom(f"{path} can't be written: No space left on device")
+        save(self, checkpoint, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cli.DurableIO, "save_checkpoint", full)
+        with pytest.raises(SystemExit, match="No space left"):
+            small_fit(*options)
+    assert "going on with" in small_fit(*options) and len(list(own_runs.iterdir())) == 1
 
 
 def test_each_point_is_recorded_once(

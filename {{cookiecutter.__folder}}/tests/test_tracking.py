@@ -266,18 +266,21 @@ def test_what_differs_from_the_commit_is_kept_and_can_be_applied(
         who = ["-c", "user.name=A", "-c", "user.email=a@b.invalid"]
         subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
 
-    (tmp_path / "model.py").write_text("width = 1\n")
+    (tmp_path / "model.py").write_text("width = 1\n\n")
+    (tmp_path / "old.txt").write_bytes(b"caf\xe9\n")  # no UTF-8
     for arguments in (["init"], ["add", "--all"], ["commit", "--message", "First"]):
         git(*arguments)
     assert "changes.patch" not in run_documents()
-    (tmp_path / "model.py").write_text("width = 2\n")
+    (tmp_path / "model.py").write_text("width = 2\n\n")
+    (tmp_path / "old.txt").write_bytes(b"th\xe9\n")
     (tmp_path / "new.py").write_text("")
     patch = run_documents()["changes.patch"]
-    assert patch.startswith(b"#  M model.py\n# ?? new.py\n")
+    assert patch.startswith(b"#  M model.py\n#  M old.txt\n# ?? new.py\n")
     (tmp_path / "changes.patch").write_bytes(patch)
-    git("checkout", "model.py")
+    git("checkout", "model.py", "old.txt")
     git("apply", "changes.patch")
-    assert (tmp_path / "model.py").read_text() == "width = 2\n"
+    assert (tmp_path / "model.py").read_text() == "width = 2\n\n"
+    assert (tmp_path / "old.txt").read_bytes() == b"th\xe9\n"
 
 
 def test_a_program_that_is_missing_is_no_error() -> None:

@@ -15,6 +15,10 @@ class UserError(Exception):
     """A mistake that the user can mend. The command line prints the message alone, without a traceback."""
 
 
+class NoRoom(UserError):
+    """A file can't be written. Once it can be, the run goes on."""
+
+
 class DamagedFile(UserError):
     """A file that is not as it was written."""
 

@@ -13,7 +13,6 @@ import yaml
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from . import PACKAGE, ROOT, runs
 from .check import check
@@ -24,7 +23,7 @@ from .parser import Parser, quiet, short_answers
 from .registry import Registry, register, register_best
 from .resume import DurableIO, ResumePoint, refuse_mixing
 from .speed import cpu_precision
-from .stopped import identity, stopped_run, stopping_at_once, tidy_store
+from .stopped import STOPS, identity, stopped_run, stopping_at_once, tidy_store
 from .task import ClassificationTask
 from .tracking import MLflowRun
 from .tune import tune
@@ -67,9 +66,8 @@ class CLI(LightningCLI):
         parser.add_lightning_class_args(theirs.LearningRateMonitor, "lr_monitor")
         parser.add_lightning_class_args(theirs.EMAWeightAveraging, "ema")
         parser.add_lightning_class_args(theirs.EarlyStopping, "early_stopping")
-        parser.add_lightning_class_args(
-            theirs.ModelCheckpoint, "checkpoint"
-        )  # the first one is the Trainer's own: the best
+        # The first one is the Trainer's own: the best.
+        parser.add_lightning_class_args(theirs.ModelCheckpoint, "checkpoint")
         parser.add_lightning_class_args(Curves, "curves")
         parser.add_lightning_class_args(ResumePoint, "last")
         parser.add_lightning_class_args(OnnxExport, "onnx")  # not "export": the command has the name
@@ -173,7 +171,7 @@ class CLI(LightningCLI):
                     lines += register_best(self.trainer, Path(best), metrics)
                     print(runs.summary(Path(best), metrics, time.perf_counter() - self.started, lines), flush=True)
         except BaseException as error:
-            self.end_run("failed", ended=not isinstance(error, (SIGTERMException, KeyboardInterrupt)))
+            self.end_run("failed", ended=not isinstance(error, STOPS))
             raise
         self.end_run("success")
 

@@ -15,7 +15,11 @@ from . import PACKAGE, ROOT
 def command_output(*command: str) -> str:
     """What a program prints, or `none` where it is missing or fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.rstrip()
+        return (
+            subprocess.run(command, capture_output=True, check=True, timeout=10)
+            .stdout.decode(errors="surrogateescape")
+            .rstrip("\n")
+        )
     except (OSError, subprocess.SubprocessError):
         return "none"
 
@@ -48,4 +52,4 @@ def run_documents() -> dict[str, bytes]:
     if changes not in ("", "none"):
         patch = command_output("git", "-C", str(ROOT), "diff", "HEAD")
         documents["changes.patch"] = "".join(f"# {line}\n" for line in changes.splitlines()) + patch + "\n"
-    return {name: text.encode() for name, text in documents.items()}
+    return {name: text.encode(errors="surrogateescape") for name, text in documents.items()}

@@ -15,10 +15,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from . import UserError
+from . import NoRoom, UserError
 from .order import done_batches
 from .runs import checkpoint_options
-from .stopped import Mark
+from .stopped import STOPS, Mark
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
 
@@ -29,7 +29,8 @@ class DurableIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Raises:
-        UserError: The disk is full, a limit is reached, or the folder can't be written to.
+        NoRoom: The disk is full, a limit is reached, or the folder can't be written to.
+        UserError: A weight is NaN or infinite.
         """
         target, buffer = Path(path), io.BytesIO()
         for name, value in checkpoint.get("state_dict", {}).items():
@@ -58,7 +59,7 @@ class DurableIO(TorchCheckpointIO):
             if part.exists():
                 part.unlink()
             still = "its older version is still good" if target.exists() else "there is no older version of it"
-            raise UserError(
+            raise NoRoom(
                 f"{target} can't be written: {os.strerror(error.errno)}; {still}. It needs "
                 f"{len(buffer.getbuffer()) / 2**20:.1f} MB: free them, or allow writing there."
             ) from error
@@ -141,8 +142,7 @@ class ResumePoint(Checkpoint):
             exception.code = 128 + self.signum
             if trainer.training and self.may_stop(trainer):
                 self.save(trainer)
-        # A run that failed is at its end: the same command would fail again.
-        self.end(ended=not isinstance(exception, (SIGTERMException, KeyboardInterrupt)))
+        self.end(ended=not isinstance(exception, STOPS))  # one that failed is: the same command would fail again
 
     def end(self, ended: bool = True) -> None:
         if self.mark:

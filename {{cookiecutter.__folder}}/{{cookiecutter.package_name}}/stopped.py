@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from . import PACKAGE, DamagedFile, UserError, runs
+from . import PACKAGE, DamagedFile, NoRoom, UserError, runs
 from .images import combine_hashes, file_hash
 from .store import UNSENT, StoreError, plain_errors, send_unsent
 
@@ -23,6 +23,9 @@ def identity(options: dict[str, Any]) -> str:
     own["data"] = {key: value for key, value in options["data"].items() if key != "num_workers"}
     code = [file_hash(path) for path in sorted(PACKAGE.glob("*.py"))]
     return combine_hashes([json.dumps(own, sort_keys=True, default=str), *code])
+
+
+STOPS = (SIGTERMException, KeyboardInterrupt, OSError, NoRoom)  # after which a run can go on
 
 
 class StillRunning(UserError):
@@ -107,6 +110,7 @@ def stopped_run(own: str) -> tuple[Mark | None, Path] | None:
     return None
 
 
+@rank_zero_only
 def tidy_store(client: Any, own: Mark | None) -> None:
     """Let runs whose process is gone count as KILLED in the store, where they would be RUNNING for ever, and send what
     it did not take of runs that are through.
@@ -119,11 +123,11 @@ def tidy_store(client: Any, own: Mark | None) -> None:
         note = path.with_name("mlflow_run_id")
         if own and own.path == path or not note.is_file():
             continue
-        with suppress(StillRunning, UserError, FileNotFoundError), plain_errors(client.tracking_uri):
+        with suppress(UserError), plain_errors(client.tracking_uri):
             Mark(path.parent, path.read_text()).release(ended=False)
             if client.get_run(note.read_text()).info.status == "RUNNING":
                 client.set_terminated(note.read_text(), "KILLED")
     for path in runs.RUNS.glob(f"*/{UNSENT}"):
         if not path.with_name("unfinished").exists():
-            with suppress(StoreError):  # another time
+            with suppress(StoreError, FileNotFoundError):  # another time, or by another process
                 send_unsent(client, path.parent)

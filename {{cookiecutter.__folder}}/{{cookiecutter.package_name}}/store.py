@@ -102,5 +102,5 @@ def send_unsent(client: Any, folder: Path) -> None:
             client.log_batch(run_id, metrics=points[start : start + 1000])
         if status:
             client.set_terminated(run_id, status)
-    (folder / UNSENT).unlink()
+    (folder / UNSENT).unlink(missing_ok=True)
     rank_zero_info(f"MLflow has got {len(points)} points of {folder.name}, which it did not take at the time.")
