@@ -49,7 +49,7 @@ VARIANTS = {
     "workers": ["--data.num_workers", "2"],
     "accumulate": ["--trainer.accumulate_grad_batches", "2"],
     "ema": ["--ema.decay", "0.7"],
-    # Not yet "plateau": some of its runs, killed after the first epoch, end at other values.
+    "plateau": ["--model.schedule", "plateau"],
     "mixup": ["--data.mixup", "0.4"],
     "tracked": ["--trainer.logger", "true"],
 }
@@ -204,7 +204,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
         first, second = one[key], other[key]
         same = torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
         if not same and not (isinstance(first, float) and first != first and second != second):
-            return key
+            return f"{key} {sorted({*first} ^ {*second})[:4]}" if key == "points" else key
     return ""
 
 

@@ -24,8 +24,10 @@ from {{ cookiecutter.package_name }}.tracking import MLflowRun
 
 @pytest.fixture
 def client(trained: SimpleNamespace) -> Any:
-    """MLflow's client on the store that `fit` wrote to."""
-    return MLflowRun().client
+    """MLflow's client on the store that `fit` wrote to, which its functions use as well."""
+    client = MLflowRun().experiment
+    mlflow.set_tracking_uri(client.tracking_uri)
+    return client
 
 
 @pytest.fixture

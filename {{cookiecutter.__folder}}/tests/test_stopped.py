@@ -26,6 +26,7 @@ from {{ cookiecutter.package_name }}.stopped import (
     tidy_store,
     usable_point,
 )
+from {{ cookiecutter.package_name }}.tracking import MLflowRun
 
 OPTIONS: dict[str, Any] = {"model": {"lr": 0.1}, "data": {"batch_size": 8, "num_workers": 0}, "ckpt_path": None}
 
@@ -249,9 +250,9 @@ def run_id(stopped_folder: Path, tmp_path: Path) -> str:
 
 
 def status_after_clean_up(tmp_path: Path, run_id: str, own: Mark | None = None) -> str:
-    client = MlflowClient(f"sqlite:///{tmp_path / 'store.db'}")
-    tidy_store(client, own)
-    return str(client.get_run(run_id).info.status)
+    run = MLflowRun("dead", f"sqlite:///{tmp_path / 'store.db'}")
+    tidy_store(run, own)
+    return str(run.experiment.get_run(run_id).info.status)
 
 
 def test_a_dead_run_counts_as_killed(run_id: str, tmp_path: Path) -> None:

@@ -6,15 +6,19 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
+import requests
+from mlflow import MlflowClient, MlflowException
+from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 
-from {{ cookiecutter.package_name }} import PACKAGE, UserError
+from {{ cookiecutter.package_name }} import PACKAGE, UserError, runs
 from {{ cookiecutter.package_name }}.facts import command_output, run_documents, run_facts
-from {{ cookiecutter.package_name }}.store import embedded_store, impatient, send_unsent
-from {{ cookiecutter.package_name }}.tracking import MLflowRun
+from {{ cookiecutter.package_name }}.stopped import sync, tidy_store
+from {{ cookiecutter.package_name }}.store import StoreAway, StoreError, embedded_store, impatient
+from {{ cookiecutter.package_name }}.tracking import NOTE, UNSENT, MLflowRun
 
 
 @pytest.fixture
@@ -69,6 +73,21 @@ def test_the_run_has_the_name_of_its_folder(logger: MLflowRun, tmp_path: Path) -
 
 def test_a_folder_leads_back_to_its_run(logger: MLflowRun, tmp_path: Path) -> None:
     logger.use_folder(tmp_path)
+    logger.flush()
+    again = MLflowRun("tracking")
+    again.use_folder(tmp_path)
+    assert again.run_id == logger.run_id
+
+
+def test_a_process_that_was_killed_when_it_had_made_its_run_leaves_no_second_one(
+    logger: MLflowRun, tmp_path: Path
+) -> None:
+    logger.use_folder(tmp_path)
+    logger.keep()
+    content = (tmp_path / UNSENT).read_bytes()
+    logger.flush()
+    (tmp_path / NOTE).unlink()
+    (tmp_path / UNSENT).write_bytes(content)
     again = MLflowRun("tracking")
     again.use_folder(tmp_path)
     assert again.run_id == logger.run_id
@@ -76,12 +95,14 @@ def test_a_folder_leads_back_to_its_run(logger: MLflowRun, tmp_path: Path) -> No
 
 def test_a_long_hyperparameter_is_kept_whole(logger: MLflowRun) -> None:
     logger.log_hyperparams({"long": "x" * 5000, "_instantiator": "not a hyperparameter"})
+    logger.flush()
     assert logger.experiment.get_run(logger.run_id).data.params == {"long": "x" * 5000}
 
 
 def test_a_hyperparameter_that_changes_on_resume_becomes_a_tag(logger: MLflowRun) -> None:
-    logger.log_hyperparams({"batch_size": 64})
-    logger.log_hyperparams({"batch_size": 32})
+    for batch_size in (64, 32):
+        logger.log_hyperparams({"batch_size": batch_size})
+        logger.flush()
     assert logger.experiment.get_run(logger.run_id).data.tags["resumed.batch_size"] == "32"
 
 
@@ -115,7 +136,7 @@ def test_an_interruption_is_recorded_as_killed(logger: MLflowRun) -> None:
 
 def test_the_address_of_a_server_is_read_when_the_run_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'other.db'}")
-    assert MLflowRun().client.tracking_uri == f"sqlite:///{tmp_path / 'other.db'}"
+    assert MLflowRun().experiment.tracking_uri == f"sqlite:///{tmp_path / 'other.db'}"
 
 
 @pytest.mark.parametrize(
@@ -134,99 +155,196 @@ def test_a_store_that_does_not_answer_is_named_without_its_password(monkeypatch:
     assert ("127.0.0.1:9" in str(caught.value), "secret" in str(caught.value)) == (True, False)
 
 
-# A store that goes away
+# A store that is away
+
+Go = Callable[[bool], None]
 
 
 @pytest.fixture
-def away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[MLflowRun, list[str], Callable[[bool], None]]]:
-    """A run whose store can be sent away and called back, and what is said meanwhile."""
-    lines: list[str] = []
-    monkeypatch.setattr("{{ cookiecutter.package_name }}.tracking.rank_zero_info", lines.append)
-    run = MLflowRun(tracking_uri=f"sqlite:///{tmp_path / 'store.db'}")
-    run.use_folder(tmp_path)
-    send, gone = run.client.log_batch, {"now": False}
-
-    def log_batch(*args: Any, **kwargs: Any) -> None:
-        if gone["now"]:
-            raise OSError("connection refused")
-        send(*args, **kwargs)
-
-    monkeypatch.setattr(run.client, "log_batch", log_batch)
-    yield run, lines, lambda now: gone.update(now=now)
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said to the user."""
+    found: list[str] = []
+    for module in ("tracking", "stopped"):
+        monkeypatch.setattr(f"{{ cookiecutter.package_name }}.{module}.rank_zero_info", found.append)
+    return found
 
 
-Away = tuple[MLflowRun, list[str], Callable[[bool], None]]
+@pytest.fixture
+def go_away(monkeypatch: pytest.MonkeyPatch) -> Go:
+    """`go_away(True)` lets no store answer any more; `go_away(False)` brings them back."""
+    gone = {"now": False}
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if gone["now"]:
+                raise MlflowException("API request failed") from requests.ConnectionError("connection refused")
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("create_run", "get_run", "get_experiment_by_name", "log_artifact", "log_batch", "set_terminated"):
+        monkeypatch.setattr(MlflowClient, name, guarded(getattr(MlflowClient, name)))
+    return lambda now: gone.update(now=now)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That of a run."""
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    return tmp_path / "runs" / "run"
+
+
+@pytest.fixture
+def make(folder: Path) -> Callable[..., MLflowRun]:
+    """`make()` is the logger that a process has, which trains in the folder."""
+
+    def logger(used: bool = True) -> MLflowRun:
+        run = MLflowRun("away", f"sqlite:///{folder.parents[1] / 'store.db'}")
+        if used:
+            run.use_folder(folder)
+        return run
+
+    return logger
+
+
+Make = Callable[..., MLflowRun]
 
 
 def steps(run: MLflowRun) -> list[int]:
-    return sorted(point.step for point in run.client.get_metric_history(run.run_id, "loss"))
+    return sorted(point.step for point in run.experiment.get_metric_history(run.run_id, "loss"))
 
 
-def test_training_goes_on_without_its_store_and_nothing_is_lost(away: Away, tmp_path: Path) -> None:
-    run, lines, go = away
+def test_training_goes_on_without_its_store_and_nothing_is_lost(
+    make: Make, go_away: Go, lines: list[str], folder: Path
+) -> None:
+    run = make()
     run.log_metrics({"loss": 1.0}, 0)
     run.flush()
-    go(True)
+    go_away(True)
     for step in range(1, 4):
         run.log_metrics({"loss": 1.0}, step)
-        run.flush(force=True)
-    assert [line[:38] for line in lines] == ["warning: MLflow at sqlite:///" + str(tmp_path)[:9]]  # said once
-    assert (tmp_path / "unsent.json").is_file() and steps(run) == [0]
-    go(False)
+        run.flush(patient=True)
+    assert [line[:26] for line in lines] == ["warning: MLflow at sqlite:"]  # said once
+    assert (folder / UNSENT).is_file()
+    go_away(False)
     run.finalize("success")
-    assert steps(run) == [0, 1, 2, 3] and not (tmp_path / "unsent.json").exists()
+    assert (steps(run), (folder / UNSENT).exists()) == ([0, 1, 2, 3], False)
     assert (lines[-1], status(run)) == ("MLflow answers again, and has got everything.", "FINISHED")
 
 
-def test_a_store_that_is_away_is_left_alone_for_a_while(away: Away, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, _, go = away
-    run.log_metrics({"loss": 1.0}, 0)
-    go(True)
+def test_training_starts_without_its_store_and_nothing_is_lost(
+    make: Make, go_away: Go, lines: list[str], folder: Path
+) -> None:
+    go_away(True)
+    run = make()
+    run.log_hyperparams({"lr": 0.1})
+    run.log_tags({"code": "this"})
+    (folder / "notes.txt").write_text("kept")
+    run.log_documents(["notes.txt"])
     run.flush()
-    monkeypatch.setattr(run.client, "log_batch", lambda *_, **__: pytest.fail("tried again at once"))
+    run.log_metrics({"loss": 1.0}, 0)
+    run.finalize("success")
+    assert ([line[:26] for line in lines], run._run_id) == (["warning: MLflow at sqlite:"], None)
+    go_away(False)
+    assert tidy_store(make(used=False), None) == 1
+    again = make()
+    data, names = again.experiment.get_run(again.run_id).data, again.experiment.list_artifacts(again.run_id)
+    assert (data.params, data.tags["code"], [item.path for item in names]) == ({"lr": "0.1"}, "this", ["notes.txt"])
+    assert (steps(again), again.experiment.get_run(again.run_id).info.run_name) == ([0], "run")
+    assert not (folder / UNSENT).exists()
+
+
+def test_a_run_that_ended_without_its_store_has_its_status_there(make: Make, go_away: Go, folder: Path) -> None:
+    run = make()
+    run.log_metrics({"loss": 1.0}, 0)
+    run.flush()
+    go_away(True)
+    run.finalize("failed")
+    go_away(False)
+    tidy_store(make(used=False), None)
+    assert run.experiment.get_run(run.run_id).info.status == "FAILED"
+
+
+def test_a_store_that_refuses_at_the_start_stops_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MlflowException("no permission", error_code=PERMISSION_DENIED)
+
+    monkeypatch.setattr(MlflowClient, "create_run", refuse)
+    with pytest.raises(StoreError, match="no permission"):
+        make().flush()
+
+
+def test_what_a_living_process_could_not_send_is_left_to_it(make: Make, go_away: Go, folder: Path) -> None:
+    go_away(True)
+    run = make()
+    run.log_metrics({"loss": 1.0}, 0)
+    run.flush()
+    go_away(False)
+    assert (tidy_store(make(used=False), None), (folder / UNSENT).is_file()) == (0, True)
+
+
+def test_a_run_for_another_store_is_sent_by_sync_alone(make: Make, go_away: Go, tmp_path: Path) -> None:
+    go_away(True)
+    run = make()
+    run.log_metrics({"loss": 1.0}, 0)
+    run.finalize("success")
+    go_away(False)
+    other = MLflowRun("away", f"sqlite:///{tmp_path / 'other.db'}")
+    assert [tidy_store(other, None), tidy_store(other, None, patient=True)] == [0, 1]
+
+
+def test_sync_says_that_the_store_is_still_away(make: Make, go_away: Go, folder: Path) -> None:
+    go_away(True)
+    run = make()
+    run.log_metrics({"loss": 1.0}, 0)
+    run.finalize("success")
+    trainer: Any = SimpleNamespace(logger=make(used=False))
+    with pytest.raises(StoreAway, match="connection refused|API request failed"):
+        sync(trainer, None, None)  # type: ignore[arg-type]
+    assert (folder / UNSENT).is_file()
+
+
+def test_sync_says_that_nothing_is_left(make: Make, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer: Any = SimpleNamespace(logger=make(used=False))
+    sync(trainer, None, None)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "MLflow has got everything.\n"
+
+
+def test_a_store_that_is_away_is_left_alone_for_a_while(
+    make: Make, go_away: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make()
+    run.log_metrics({"loss": 1.0}, 0)
+    go_away(True)
+    run.flush()
+    monkeypatch.setattr(MlflowClient, "log_batch", lambda *_, **__: pytest.fail("tried again at once"))
     run.log_metrics({"loss": 1.0}, 1)
     run.flush()
 
 
-def test_what_a_run_could_not_send_is_sent_by_the_next(away: Away, tmp_path: Path) -> None:
-    run, _, go = away
+def test_points_that_are_sent_twice_are_there_once(make: Make, go_away: Go, folder: Path) -> None:
+    run = make()
     run.log_metrics({"loss": 1.0}, 0)
-    go(True)
-    set_terminated = run.client.set_terminated
-    run.client.set_terminated = lambda *_, **__: run.client.log_batch()
+    go_away(True)
     run.finalize("success")
-    assert (steps(run), status(run)) == ([], "RUNNING")
-    go(False)
-    run.client.set_terminated = set_terminated
-    send_unsent(run.client, tmp_path)
-    assert (steps(run), status(run), (tmp_path / "unsent.json").exists()) == ([0], "FINISHED", False)
-
-
-def test_points_that_are_sent_twice_are_there_once(away: Away, tmp_path: Path) -> None:
-    run, _, go = away
-    run.log_metrics({"loss": 1.0}, 0)
-    go(True)
-    run.flush()
-    content = (tmp_path / "unsent.json").read_bytes()
-    go(False)
-    run.flush(force=True)
-    (tmp_path / "unsent.json").write_bytes(content)  # killed after sending, before the file was taken away
-    send_unsent(run.client, tmp_path)
+    content = (folder / UNSENT).read_bytes()
+    go_away(False)
+    run.flush(patient=True)
+    (folder / UNSENT).write_bytes(content)  # killed after sending, before the file was taken away
+    tidy_store(make(used=False), None)
     assert steps(run) == [0]
 
 
-def test_a_resumed_run_sends_what_the_stopped_one_could_not(away: Away, tmp_path: Path) -> None:
-    run, _, go = away
+def test_a_resumed_run_sends_what_the_stopped_one_could_not(make: Make, go_away: Go) -> None:
+    run = make()
     run.log_metrics({"loss": 1.0}, 0)
-    go(True)
+    go_away(True)
     run.flush()
-    again = MLflowRun(tracking_uri=f"sqlite:///{tmp_path / 'store.db'}")
-    again.use_folder(tmp_path)
-    _ = again.experiment
+    again = make()
     again.log_metrics({"loss": 2.0}, 0)  # the same step, done again
     again.log_metrics({"loss": 1.0}, 1)
+    go_away(False)
     again.finalize("success")
     assert steps(again) == [0, 1]
 
@@ -240,9 +358,9 @@ def test_a_hanging_store_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_experiment_that_another_process_has_just_made_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = MLflowRun("at once"), MLflowRun("at once")
-    find = second.client.get_experiment_by_name
+    find = second.experiment.get_experiment_by_name
     answers = iter([None])  # what the second process was told before the first one made it
-    monkeypatch.setattr(second.client, "get_experiment_by_name", lambda name: next(answers, find(name)))
+    monkeypatch.setattr(second.experiment, "get_experiment_by_name", lambda name: next(answers, find(name)))
     assert first.experiment_id == second.experiment_id
 
 

@@ -12,6 +12,7 @@ COMMANDS = {
     "predict": "FOLDER: classify a folder of images into a CSV",
     "export": "export a checkpoint to ONNX, prove it equal and measure it",
     "register": "register a checkpoint's export in MLflow",
+    "sync": "send what MLflow has not got of earlier runs, because it did not answer",
 }
 
 
@@ -26,7 +27,7 @@ def main() -> None:
         print(f"usage: {name} COMMAND [--OPTION VALUE ...]\n")
         print("\n".join(f"  {command:10}{text}" for command, text in COMMANDS.items()))
         print(
-            "\nAll but fit, check and tune take --ckpt_path PATH, by default the best checkpoint of the newest run.\n"
+            "\nAll but fit, check, tune and sync take --ckpt_path PATH, by default the newest run's best checkpoint.\n"
             f"Options, with their defaults from recipe.yaml: {name} COMMAND --help"
         )
     else:

@@ -23,7 +23,7 @@ from .parser import Parser, quiet, short_answers
 from .registry import Registry, register, register_best
 from .resume import DurableIO, ResumePoint, refuse_mixing
 from .speed import cpu_precision
-from .stopped import STOPS, identity, stopped_run, stopping_at_once, tidy_store
+from .stopped import STOPS, identity, stopped_run, stopping_at_once, sync, tidy_store
 from .task import ClassificationTask
 from .tracking import MLflowRun
 from .tune import tune
@@ -41,6 +41,7 @@ class Trainer(L.Trainer):
     tune = tune
     export = export
     register = register
+    sync = sync
 
 
 class CLI(LightningCLI):
@@ -54,6 +55,7 @@ class CLI(LightningCLI):
             "check": ours,
             "tune": ours,
             "export": ours,
+            "sync": ours,
             "register": ours,  # a line for each, to be taken out with its file
         }
 
@@ -148,7 +150,7 @@ class CLI(LightningCLI):
             refuse_mixing(self.checkpoint, {"model": self.model.hparams, "data": self.datamodule.hparams})
         if isinstance(self.trainer.logger, MLflowRun):
             self.trainer.logger.keep_open = True
-            tidy_store(self.trainer.logger.client, self.mark)
+            tidy_store(self.trainer.logger, self.mark)
         for point in self.resume_points():
             point.mark, point.identity, point.same_run = self.mark, self.identity, self.mark is not None
         with stopping_at_once():
@@ -194,12 +196,12 @@ def run() -> None:
     """Run the command of `sys.argv`; a user's mistake ends in one message and exit code 1 or 2."""
     quiet()
     command, arguments = sys.argv[1], sys.argv[2:]
-    trains = command in ("fit", "check", "tune")
-    if arguments and not trains and not arguments[0].startswith("-"):
+    alone = command in ("fit", "check", "tune", "sync")  # needs no checkpoint
+    if arguments and not alone and not arguments[0].startswith("-"):
         arguments.insert(0, POSITIONAL.get(command, "--ckpt_path"))
     explicit = any(word.split("=")[0] in ("--ckpt_path", "--help", "-h", "--print_config") for word in arguments)
     with short_answers():
-        if not trains and not explicit:
+        if not alone and not explicit:
             arguments += ["--ckpt_path", str(runs.newest_best())]
         sys.argv[1:] = [command, *arguments]
         CLI(

@@ -13,7 +13,7 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from . import PACKAGE, ROOT, UserError
 from .images import file_hash
 from .runs import evaluate, run_folder
-from .store import StoreError, existing_is_fine, plain_errors
+from .store import StoreAway, StoreError, existing_is_fine
 from .tracking import MLflowRun
 
 
@@ -43,11 +43,13 @@ class Registry(Callback):
         """Make sure that the store answers and takes the model's name, as registration will need it."""
         if not self.enabled or not isinstance(trainer.logger, MLflowRun):
             return "registry off"
-        client = trainer.logger.client
-        with plain_errors(client.tracking_uri):
-            champion = self.champion(client)
-            with existing_is_fine():
-                client.create_registered_model(self.model_name)
+        try:
+            with trainer.logger.asking() as client:
+                champion = self.champion(client)
+                with existing_is_fine():
+                    client.create_registered_model(self.model_name)
+        except StoreAway as error:
+            return f"warning: {error} Training would go on, and what can't be sent be kept."
         return f"registry answers; champion so far: {f'version {champion.version}' if champion else 'none'}"
 
     def run(self, run: MLflowRun, checkpoint: Path, metrics: dict[str, float]) -> str:
@@ -71,12 +73,19 @@ class Registry(Callback):
             if not math.isclose(value, metrics[name], rel_tol=0.05, abs_tol=0.01):
                 raise UserError(f"{name} is {metrics[name]:.4g}, but {value:.4g} through ONNX: nothing is registered.")
         # MLflow knows neither find-or-create nor compare-and-set, so processes of this project take turns.
-        with FileLock(ROOT / ".registry.lock"), plain_errors(run.client.tracking_uri):
-            client, run_id, onnx_sha256 = run.experiment, run.run_id, contract["onnx_sha256"]
-            versions = client.search_model_versions(f"name = '{self.model_name}'")
-            same = [item for item in versions if item.run_id == run_id and item.tags.get("onnx_sha256") == onnx_sha256]
-            version = same[0] if same else self.create(client, run_id, folder, contract, metrics)
-            return self.promote(client, version)
+        with FileLock(ROOT / ".registry.lock"):
+            run.send(patient=True)  # a version takes over what is known of the run
+            with run.asking(patient=True) as client:
+                found = client.search_model_versions(f"name = '{self.model_name}'")
+                own = [item for item in found if item.run_id == run.run_id]
+                same = [item for item in own if item.tags.get("onnx_sha256") == contract["onnx_sha256"]]
+                if not same:
+                    for model in client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'"):
+                        if model.model_id not in {item.model_id for item in own}:  # left by a process that was killed
+                            client.delete_logged_model(model.model_id)
+                return self.promote(
+                    client, same[0] if same else self.create(client, run.run_id, folder, contract, metrics)
+                )
 
     def create(
         self, client: Any, run_id: str | None, folder: Path, contract: dict[str, Any], metrics: dict[str, float]

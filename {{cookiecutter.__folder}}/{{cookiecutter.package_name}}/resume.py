@@ -102,9 +102,11 @@ class ResumePoint(Checkpoint):
         done = done_batches(trainer)
         return 0 < done < trainer.num_training_batches and done % trainer.accumulate_grad_batches == 0
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and self.identity and self.mark is None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero and self.identity and self.mark is None:
             self.mark = Mark(Path(str(self.dirpath)).parent, self.identity)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
 
             def interrupt(signum: int, _: Any) -> None:

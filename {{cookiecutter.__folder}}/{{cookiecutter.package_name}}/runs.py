@@ -102,6 +102,7 @@ class RunFolder(SaveConfigCallback):
             classes = json.dumps(pl_module.hparams["classes"], ensure_ascii=False)
             trainer.logger.log_tags({**run_facts(), **pl_module.hparams["fingerprint"], "classes": classes})
             trainer.logger.log_documents(self.documents)
+            trainer.logger.flush()  # so that the run is to be seen, and a store that refuses is known, from the start
 
     def make(self) -> str:
         """The folder that a resumed checkpoint lies in, or a new one; of runs in the same second, each gets its own."""

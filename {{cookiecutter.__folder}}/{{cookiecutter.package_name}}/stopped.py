@@ -5,16 +5,18 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from . import PACKAGE, DamagedFile, NoRoom, UserError, runs
 from .images import combine_hashes, file_hash
-from .store import UNSENT, StoreError, plain_errors, send_unsent
+from .store import STORE_LOCK, StoreAway, StoreError
+from .tracking import NOTE, UNSENT, MLflowRun
 
 
 def identity(options: dict[str, Any]) -> str:
@@ -110,24 +112,68 @@ def stopped_run(own: str) -> tuple[Mark | None, Path] | None:
     return None
 
 
-@rank_zero_only
-def tidy_store(client: Any, own: Mark | None) -> None:
-    """Let runs whose process is gone count as KILLED in the store, where they would be RUNNING for ever, and send what
-    it did not take of runs that are through.
+def complete(run: MLflowRun, folder: Path, dead: bool, anywhere: bool) -> bool:
+    """Send what the store has not got of an earlier run; returns whether there was something.
 
     Args:
-        client: MLflow's.
-        own: The mark of the run that this process goes on with.
+        run: Knows the store.
+        folder: That of the earlier run.
+        dead: Whether its process is gone, though it did not come to its end.
+        anywhere: Whether it may be sent to another store than it was meant for.
     """
-    for path in runs.RUNS.glob("*/unfinished"):
-        note = path.with_name("mlflow_run_id")
-        if own and own.path == path or not note.is_file():
+    other, note, kept = MLflowRun(tracking_uri=run.experiment.tracking_uri), folder / NOTE, (folder / UNSENT).is_file()
+    other.use_folder(folder, ended=True)
+    if dead and (run.experiment.get_run(note.read_text()).info.status == "RUNNING" if note.is_file() else kept):
+        other.outbox["status"] = "KILLED"
+    elsewhere = not note.is_file() and other.outbox["uri"] != run.outbox["uri"]
+    if not other.outbox["status"] or elsewhere and not anywhere:  # without one, its process may still be at work
+        return False
+    count = len(other.outbox["points"])
+    other.send(patient=True)  # as much as the caller is
+    if kept:
+        rank_zero_info(f"MLflow has got {count:,} points of {folder.name}, which it did not take at the time.")
+    return kept
+
+
+@rank_zero_only
+def tidy_store(run: MLflowRun, own: Mark | None, patient: bool = False) -> int:
+    """Send what the store has not got of earlier runs, and let those whose process is gone count as KILLED, where they
+    would be RUNNING for ever. Returns how many runs that concerned.
+
+    Args:
+        run: Knows the store.
+        own: The mark of the run that this process goes on with.
+        patient: Whether the store has its time, and may be another one than the runs were meant for.
+
+    Raises:
+        StoreError: `patient`, and the store does not answer.
+    """
+    count = 0
+    for folder in sorted({path.parent for name in ("unfinished", UNSENT) for path in runs.RUNS.glob(f"*/{name}")}):
+        mark = None
+        try:
+            if (path := folder / "unfinished").exists():
+                if own and own.path == path:
+                    continue
+                mark = Mark(folder, path.read_text())
+            with run.asking(patient), STORE_LOCK:
+                count += complete(run, folder, dead=mark is not None, anywhere=patient)
+        except (StillRunning, FileNotFoundError):  # of a process that lives, or has just ended
             continue
-        with suppress(UserError), plain_errors(client.tracking_uri):
-            Mark(path.parent, path.read_text()).release(ended=False)
-            if client.get_run(note.read_text()).info.status == "RUNNING":
-                client.set_terminated(note.read_text(), "KILLED")
-    for path in runs.RUNS.glob(f"*/{UNSENT}"):
-        if not path.with_name("unfinished").exists():
-            with suppress(StoreError, FileNotFoundError):  # another time, or by another process
-                send_unsent(client, path.parent)
+        except StoreAway:
+            if patient:
+                raise
+            break
+        except StoreError as error:  # a run of another store
+            rank_zero_info(f"warning: {folder.name} is left as it is: {error}")
+        finally:
+            if mark:
+                mark.release(ended=False)
+    return count
+
+
+def sync(trainer: Trainer, model: LightningModule, datamodule: LightningDataModule) -> None:
+    """Send what MLflow has not got of earlier runs, because it did not answer at the time."""
+    assert isinstance(trainer.logger, MLflowRun)
+    if not tidy_store(trainer.logger, None, patient=True):
+        print("MLflow has got everything.")

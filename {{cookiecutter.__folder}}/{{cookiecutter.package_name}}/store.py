@@ -1,15 +1,12 @@
-"""MLflow's store: where it is, what its errors come down to, and what it has not got yet."""
+"""MLflow's store: where it is, and what its errors come down to."""
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
+import requests
 from filelock import FileLock
-from lightning.pytorch.utilities import rank_zero_info
 
 from . import ROOT, UserError
 
@@ -19,7 +16,6 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 
-UNSENT = "unsent.json"
 STORE_LOCK = FileLock(ROOT / ".mlflow.lock")
 
 
@@ -41,20 +37,36 @@ class StoreError(UserError):
     """The tracking store does not answer, or refuses."""
 
 
+class StoreAway(StoreError):
+    """The tracking store does not answer, which may pass."""
+
+
+def without_password(text: str) -> str:
+    """A message without what addresses in it may say of users, passwords and keys."""
+    return re.sub(r"(?<=//)[^/\s]*@|\?[^\s:]*", "", text)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 @contextmanager
 def plain_errors(uri: str) -> Iterator[None]:
     """Turn what a store raises, in many lines and of several kinds, into one StoreError that shows no password."""
     from mlflow import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
+    from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
+    passing = (requests.ConnectionError, requests.Timeout, requests.exceptions.RetryError, OperationalError)
     try:
         yield
     except (MlflowException, SQLAlchemyError, ImportError, OSError) as error:  # a driver is missing, or no answer came
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        message = re.sub(r"(?<=//)[^/\s]*@|\?[^\s:]*", "", f"MLflow at {uri}: {reason}")
-        raise StoreError(
-            f"{message[:400]} Start the server, unset MLFLOW_TRACKING_URI to use the project's own store, or set "
-            "--trainer.logger false."
+        kind = StoreAway if any(isinstance(item, passing) for item in causes(error)) else StoreError
+        raise kind(
+            f"{without_password(f'MLflow at {uri}: {reason}')[:400]} Start the server, unset MLFLOW_TRACKING_URI to "
+            "use the project's own store, or set --trainer.logger false."
         ) from error
 
 
@@ -80,27 +92,3 @@ def impatient() -> Iterator[None]:
         yield
     finally:
         os.environ.update(before)
-
-
-def read_unsent(folder: Path) -> tuple[list[Any], str | None]:
-    """What `MLflowRun.keep` wrote down: points as Metric entities, and the status of a run that ended."""
-    from mlflow.entities import Metric
-
-    content = json.loads((folder / UNSENT).read_text())
-    return [Metric(*point) for point in content["points"]], content["status"]
-
-
-def send_unsent(client: Any, folder: Path) -> None:
-    """Send what the store has not got of an earlier run. Points keep their time, so that none comes twice.
-
-    Raises:
-        StoreError: It still does not answer.
-    """
-    (points, status), run_id = read_unsent(folder), (folder / "mlflow_run_id").read_text()
-    with impatient(), plain_errors(client.tracking_uri):
-        for start in range(0, len(points), 1000):
-            client.log_batch(run_id, metrics=points[start : start + 1000])
-        if status:
-            client.set_terminated(run_id, status)
-    (folder / UNSENT).unlink(missing_ok=True)
-    rank_zero_info(f"MLflow has got {len(points)} points of {folder.name}, which it did not take at the time.")

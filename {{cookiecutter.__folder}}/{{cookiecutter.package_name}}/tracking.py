@@ -1,11 +1,12 @@
-"""MLflow tracking: for each training a run with its curves, its hyperparameters and its facts."""
+"""MLflow tracking: for each training a run with its curves, its hyperparameters, its facts and its files."""
 
 import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from . import PACKAGE, store
 from .images import replace_file
-from .store import UNSENT, StoreError, existing_is_fine, impatient, plain_errors, read_unsent
+from .store import StoreAway, StoreError, existing_is_fine, impatient, plain_errors, without_password
 
+UNSENT, NOTE = "unsent.json", "mlflow_run_id"  # in a run's folder: what the store has not got, and the run's id there
 RETRY_AFTER = 30.0  # seconds, in which a store that did not answer is left alone
 
 
 class MLflowRun(MLFlowLogger):
-    """Lightning's MLflow logger, with a store of the project's own, points sent in batches, and a run that a resumed
-    process goes on with.
+    """Lightning's MLflow logger, with a store of the project's own, and with an outbox: whatever is recorded is sent in
+    batches, and what can't be sent is kept in the run's folder, for the next run or `sync`. So a store that is away,
+    from the start or later, neither stops training nor holds it up for more than seconds.
 
     Args:
         experiment_name: MLflow experiment that collects the runs; by default the package's name.
@@ -37,132 +40,189 @@ class MLflowRun(MLFlowLogger):
         with plain_errors(uri):
             super().__init__(experiment_name or PACKAGE.name, tracking_uri=uri, artifact_location=location)
         self.keep_open = False  # whether more will be recorded after training, before the run counts as finished
-        self._pending: list[Any] = []
+        self.outbox: dict[str, Any] = {"points": [], "params": {}, "tags": {}, "documents": [], "status": None}
+        self.outbox |= {"uri": without_password(uri), "experiment": self._experiment_name, "token": uuid.uuid4().hex}
         self._known: dict[str, int] = {}  # the newest step of each metric that a stopped process had recorded
-        self._last_flush = time.monotonic()
-        self._retry_at = 0.0
-        self._away = False  # whether the store did not answer the last time
+        self._last_flush, self._retry_at = time.monotonic(), 0.0
+        self._error: StoreError | None = None  # the store's last one, until it answers again
         self._folder: Path | None = None
+        self._ended = self._connected = False
 
     @rank_zero_only
-    def use_folder(self, folder: Path) -> None:
-        """Go on with the MLflow run that the folder notes, or note this one in it and give it the folder's name."""
-        note, self._folder = folder / "mlflow_run_id", folder
-        if note.is_file():
-            self._run_id = note.read_text()
-            if (folder / UNSENT).is_file():
-                self._pending = read_unsent(folder)[0] + self._pending
-        else:
-            self.experiment.update_run(self.run_id, name=folder.name)
-            replace_file(note, str(self.run_id).encode())
+    def use_folder(self, folder: Path, ended: bool = False) -> None:
+        """Record into the MLflow run that the folder notes, or into a new one of the folder's name.
 
-    @property
-    def client(self) -> Any:
-        """The MlflowClient, before there is a run."""
-        return self._mlflow_client
+        Args:
+            folder: That of the run.
+            ended: Whether the run is over, and only to get what its process could not send.
+        """
+        self._folder, self._run_name, self._ended = folder, folder.name, ended
+        if (folder / UNSENT).is_file():
+            self.outbox |= json.loads((folder / UNSENT).read_text())
+            self._experiment_name = self.outbox["experiment"]
+            for key, _, _, step in self.outbox["points"]:
+                self._known[key] = max(step, self._known.get(key, -1))
+        if not ended:
+            self.outbox["status"] = None
+        if (folder / NOTE).is_file():
+            self._run_id = (folder / NOTE).read_text()
+
+    @contextmanager
+    def asking(self, patient: bool = False) -> Iterator[Any]:
+        """The MlflowClient, for calls that training waits for. A store that does not answer them is given up after
+        seconds, and then left alone for a while.
+
+        Args:
+            patient: Whether nothing waits, and the store has its time.
+
+        Raises:
+            StoreError: It does not answer, did not a moment ago, or refuses.
+        """
+        if self._error and not patient and time.monotonic() < self._retry_at:
+            raise self._error
+        try:
+            with nullcontext() if patient else impatient(), plain_errors(self._tracking_uri):
+                yield self._mlflow_client
+        except StoreError as error:
+            self._retry_at, self._error = time.monotonic() + RETRY_AFTER, error
+            raise
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The MlflowClient; the first use connects and creates the run.
+        """The MlflowClient. The run is made when something is first sent, or `run_id` is asked for."""
+        return self._mlflow_client
+
+    @property
+    def run_id(self) -> str | None:
+        """Connects, where that is still to be done. Raises StoreError if the store does not answer or refuses."""
+        self.connect()
+        return self._run_id
+
+    @property
+    def version(self) -> str | None:
+        """The run's id, once there is one; the progress bar asks for it."""
+        return self._run_id
+
+    @rank_zero_only
+    def connect(self) -> None:
+        """Find or make the experiment and the run.
 
         Raises:
-            UserError: The store does not answer or refuses.
+            StoreError: The store does not answer or refuses.
         """
-        if self._initialized:
-            return self._mlflow_client
+        if self._connected:
+            return
+        client = self._mlflow_client
         with plain_errors(self._tracking_uri), store.STORE_LOCK:
+            if self._folder and not self._run_id:
+                if (self._folder / UNSENT).is_file():  # a process may have been killed just when it had made the run
+                    everywhere = [item.experiment_id for item in client.search_experiments()]
+                    found = client.search_runs(everywhere, f"tags.token = '{self.outbox['token']}'")
+                    self._run_id = found[0].info.run_id if found else None
+                self.keep()
+            self.tags = {"token": self.outbox["token"]}
             with existing_is_fine():
                 _ = super().experiment
-            client = super().experiment  # finds the experiment, where another process has just made it
-            client.update_run(self._run_id, "RUNNING")
-            newest = client.get_run(self._run_id).data.metrics  # of a run that goes on; a new one has none
-            points = {key: client.get_metric_history(self._run_id, key) for key in newest}
-            self._known = {key: max(point.step for point in history) for key, history in points.items()}
-            self._known |= {point.key: max(point.step, self._known.get(point.key, -1)) for point in self._pending}
-        return client
+            _ = super().experiment  # finds the experiment, where another process has just made it
+            run_id = str(self._run_id)
+            if self._folder:
+                replace_file(self._folder / NOTE, run_id.encode())
+            if not self._ended:
+                client.update_run(run_id, "RUNNING")
+            for key in client.get_run(run_id).data.metrics:  # of a run that goes on; a new one has none
+                newest = max(point.step for point in client.get_metric_history(run_id, key))
+                self.outbox["points"] = [item for item in self.outbox["points"] if item[0] != key or item[3] > newest]
+                self._known[key] = max(newest, self._known.get(key, -1))
+            self._connected = True
 
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, Any]) -> None:
-        from mlflow.entities import RunTag
-
-        client = self.experiment
-        with plain_errors(self._tracking_uri):
-            client.log_batch(self._run_id, tags=[RunTag(key, str(value)[:5000]) for key, value in tags.items()])
+        self.outbox["tags"] |= {key: str(value)[:5000] for key, value in tags.items()}
 
     @rank_zero_only
-    def log_documents(self, documents: Mapping[str, bytes]) -> None:
-        """Keep small files with the run, as artifacts, by name."""
-        client = self.experiment
-        with tempfile.TemporaryDirectory() as folder, plain_errors(self._tracking_uri):
-            for name, content in documents.items():
-                (Path(folder) / name).write_bytes(content)
-            client.log_artifacts(self._run_id, folder)
+    def log_documents(self, names: Iterable[str]) -> None:
+        """Keep small files of the run's folder as artifacts, too."""
+        self.outbox["documents"] += names
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Log as MLflow params, whole. A param never changes: what a resumed run sets anew becomes a tag."""
-        from mlflow.entities import Param
-
-        client = self.experiment
+        """Log as MLflow params, whole."""
         values = {key: str(value)[:6000] for key, value in dict(params).items() if not key.startswith("_")}
-        with plain_errors(self._tracking_uri):
-            known = client.get_run(self._run_id).data.params
-            client.log_batch(self._run_id, params=[Param(*item) for item in values.items() if item[0] not in known])
-        self.log_tags({f"resumed.{key}": value for key, value in values.items() if known.get(key, value) != value})
+        self.outbox["params"] |= values
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Collect, and send every 5 seconds: a call with many points costs the store as much as one with a single."""
-        from mlflow.entities import Metric
-
-        now, at = int(time.time() * 1000), step or 0
-        fresh = {key: value for key, value in metrics.items() if at > self._known.get(key, -1)}
-        self._pending += [Metric(key, float(value), now, at) for key, value in fresh.items()]
-        if time.monotonic() - self._last_flush > 5:
+        time_ms, at, now = int(time.time() * 1000), step or 0, time.monotonic()
+        fresh = {key: float(value) for key, value in metrics.items() if at > self._known.get(key, -1)}
+        self.outbox["points"] += [[key, value, time_ms, at] for key, value in fresh.items()]
+        if now - self._last_flush > 5 and now > self._retry_at:
             self.flush()
 
-    def flush(self, force: bool = False) -> None:
-        """Send what is collected; the store takes at most 1,000 points in a call. Where it does not answer, training
-        goes on: what is not sent is kept in the run's folder, tried again, and sent at the latest by the next run."""
-        client = self.experiment
-        self._last_flush = time.monotonic()
-        if self._last_flush < self._retry_at and not force:
-            return self.keep()
-        try:
-            with impatient(), plain_errors(self._tracking_uri):
-                while self._pending:
-                    client.log_batch(self._run_id, metrics=self._pending[:1000])
-                    del self._pending[:1000]
-        except StoreError as error:
-            self._retry_at = time.monotonic() + RETRY_AFTER
-            if not self._away:
-                rank_zero_info(f"warning: {error} Training goes on; what can't be sent is kept in the run's folder.")
-            self._away = True
-            return self.keep()
-        if self._away:
-            rank_zero_info("MLflow answers again, and has got everything.")
-            self._away = False
+    def send(self, patient: bool = False) -> None:
+        """Send everything, each thing leaving the outbox once it is there; a call takes at most 1,000 points.
+
+        Raises:
+            StoreError: The store does not answer or refuses.
+        """
+        from mlflow.entities import Metric, Param, RunTag
+
+        left = self.outbox
+        with self.asking(patient) as client:
+            run_id = str(self.run_id)
+            if left["params"] or left["tags"]:
+                # A param never changes: what a resumed run sets anew becomes a tag.
+                known = client.get_run(run_id).data.params
+                again = {key: value for key, value in left["params"].items() if known.get(key, value) != value}
+                tags = left["tags"] | {f"resumed.{key}": value for key, value in again.items()}
+                params = [Param(key, value) for key, value in left["params"].items() if key not in known]
+                client.log_batch(run_id, params=params, tags=[RunTag(key, value) for key, value in tags.items()])
+                left["params"], left["tags"] = {}, {}
+            while left["documents"]:
+                if self._folder and (path := self._folder / left["documents"][0]).is_file():
+                    client.log_artifact(run_id, str(path))
+                del left["documents"][0]
+            while left["points"]:
+                client.log_batch(run_id, metrics=[Metric(*point) for point in left["points"][:1000]])
+                del left["points"][:1000]
+            if left["status"]:
+                client.set_terminated(run_id, left["status"])
+                left["status"] = None
+        self._error = None
         if self._folder:
             (self._folder / UNSENT).unlink(missing_ok=True)
 
-    def keep(self, status: str | None = None) -> None:
-        """Write down what the store has not got: points, and with which status the run ended."""
+    @rank_zero_only
+    def flush(self, patient: bool = False) -> None:
+        """Send everything, or keep it, and say so, where that can't be done now.
+
+        Raises:
+            StoreError: The store refuses from the start.
+        """
+        self._last_flush, before = time.monotonic(), self._error
+        try:
+            self.send(patient)
+        except StoreError as error:
+            if not (self._connected or before or isinstance(error, StoreAway)):
+                raise
+            if not before:
+                rank_zero_info(f"warning: {error} Training goes on; what can't be sent is kept in the run's folder.")
+            return self.keep()
+        if before:
+            rank_zero_info("MLflow answers again, and has got everything.")
+
+    def keep(self) -> None:
+        """Write down, in the run's folder, what the store has not got."""
         if self._folder:
-            points = [[point.key, point.value, point.timestamp, point.step] for point in self._pending]
-            replace_file(self._folder / UNSENT, json.dumps({"points": points, "status": status}).encode())
+            replace_file(self._folder / UNSENT, json.dumps(self.outbox).encode())
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
         """Called by the Trainer at the end of each of its loops, with `success` or `failed`."""
-        if not (self._initialized or self._pending):
+        if not (self._connected or self._folder or self.outbox["points"]):
             return
-        self.flush(force=True)
         if not (status == "success" and self.keep_open):
             stopped = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException))
-            end = "FINISHED" if status == "success" else "KILLED" if stopped else "FAILED"
-            try:
-                with impatient(), plain_errors(self._tracking_uri):
-                    self._mlflow_client.set_terminated(str(self._run_id), end)
-            except StoreError:
-                self.keep(end)
+            self.outbox["status"] = "FINISHED" if status == "success" else "KILLED" if stopped else "FAILED"
+        self.flush(patient=True)
