@@ -15,7 +15,8 @@ SHARES = {
     "checkpoint": 0.1,
     "first_runs": 0.1,
     "non_finite": 0.14,
-    "outage": 0.1,
+    "outage": 0.15,
+    "ending": 0.1,
 }
 
 

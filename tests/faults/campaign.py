@@ -514,10 +514,10 @@ def server(place: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def outage(project: Project, count: int, draw: random.Random) -> Row:
-    """A real MLflow server that dies, or hangs, in the middle of a run, and is there again for the next one."""
+    """A real MLflow server that is away at the start, dies, or hangs, and is there again for `sync` or the next run."""
     losses, fired, longest, epochs = [], 0, 0.0, 60
     for number in range(count):
-        place, dies = project.place(), number % 2 == 0
+        place, fault = project.place(), ("away", "dies", "hangs")[number % 3]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -525,21 +525,14 @@ def outage(project: Project, count: int, draw: random.Random) -> Row:
         def prepare(port: int = port) -> None:
             os.environ["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{port}"
 
-        arguments = [
-            *FIT,
-            *BARE,
-            "--trainer.logger",
-            "true",
-            "--early_stopping.patience",
-            "1000",
-            "--trainer.max_epochs",
-        ]
-        with server(place, port) as process:
-            pid = project.start(place, [*arguments, str(epochs)], prepare)
+        arguments = [*FIT, *BARE, "--trainer.logger", "true", "--early_stopping.patience", "1000"]
+        with contextlib.nullcontext() if fault == "away" else server(place, port) as process:
+            pid = project.start(place, [*arguments, "--trainer.max_epochs", str(epochs)], prepare)
             while not (list((place / "runs").glob("*/checkpoints/last.ckpt")) or os.waitpid(pid, os.WNOHANG)[0]):
                 time.sleep(0.05)
-            time.sleep(draw.uniform(0, 1.5))
-            os.killpg(process.pid, signal.SIGKILL if dies else signal.SIGSTOP)
+            if fault != "away":
+                time.sleep(draw.uniform(0, 1.5))
+                os.killpg(process.pid, signal.SIGKILL if fault == "dies" else signal.SIGSTOP)
             folder, gap, seen = only_run(place), 0.0, time.monotonic()
             while not (ended := os.waitpid(pid, os.WNOHANG))[0]:  # how long does training stand still?
                 stamp = (folder / "checkpoints" / "last.ckpt").stat().st_mtime_ns
@@ -549,27 +542,101 @@ def outage(project: Project, count: int, draw: random.Random) -> Row:
             code, log = os.waitstatus_to_exitcode(ended[1]), (place / "log").read_text()
             fired += "warning: MLflow at" in log
             longest = max(longest, gap)
-            if not dies:
+            if fault == "hangs":
                 os.killpg(process.pid, signal.SIGCONT)
         kept = (folder / "unsent.json").exists()
         with server(place, port):
-            again = project.run(place, [*arguments, "1"], prepare)
+            next_command = ["sync"] if draw.random() < 0.5 else [*arguments, "--trainer.max_epochs", "1"]
+            again = project.run(place, next_command, prepare)
         with contextlib.closing(sqlite3.connect(place / "server.db")) as store:
-            run_id = (folder / "mlflow_run_id").read_text()
+            found = store.execute("select run_uuid, status from runs where name = ?", [folder.name]).fetchall()
             steps = store.execute(
-                "select step from metrics where run_uuid = ? and key = 'val_loss'", [run_id]
+                "select step from metrics join runs using (run_uuid) where name = ? and key = 'val_loss'", [folder.name]
             ).fetchall()
-            (status,) = store.execute("select status from runs where run_uuid = ?", [run_id]).fetchone()
-        if (code, again, status) != (0, 0, "FINISHED") or sorted(steps) != [
-            (5 * epoch + 4,) for epoch in range(epochs)
-        ]:
-            losses.append(
-                f"{dies=}: {code}, {again}, {status}, {kept=}, {len(steps)} of {epochs} points, {tail(place)}"
-            )
+        right = sorted(steps) == [(5 * epoch + 4,) for epoch in range(epochs)]
+        if (code, again, [status for _, status in found]) != (0, 0, ["FINISHED"]) or not right:
+            losses.append(f"{fault}: {code}, {again}, {found}, {kept=}, {len(steps)} of {epochs} points, {tail(place)}")
         elif gap > 15:
-            losses.append(f"{dies=}: training stood still for {gap:.0f} s")
+            losses.append(f"{fault}: training stood still for {gap:.0f} s")
+    words = f"training stood still for {longest:.0f} s at most"
+    return row("tracking server away at the start, dies or hangs", count, fired, losses, words)
+
+
+# What is done after training, and how often it is called before that.
+STEPS = [("export.write_onnx", 1), ("export.verify", 1), ("export.measure_latency", 1), ("runs.evaluate", 0)]
+STEPS += [("registry.mlflow.onnx.log_model", 0), ("registry.mlflow.log_input", 0), ("registry.mlflow.log_metrics", 0)]
+STEPS += [("registry.mlflow.log_artifacts", 0), ("registry.mlflow.register_model", 0), ("registry.Registry.promote", 0)]
+STEPS += [("registry.mlflow.MlflowClient.set_model_version_tag", 0), ("runs.summary", 0)]
+STEPS += [("registry.mlflow.MlflowClient.set_registered_model_alias", number) for number in (0, 1)]
+STEPS += [("registry.mlflow.MlflowClient.set_terminated", number) for number in (0, 1)]
+
+
+def ending(project: Project, count: int, draw: random.Random) -> Row:
+    """SIGKILL just before or after a step of export, evaluation, registration or promotion; then the same command."""
+    import mlflow
+    from my_lightning_project import registry
+
+    registry.mlflow = mlflow  # type: ignore[attr-defined] # which it imports where it is needed
+    dir(mlflow.onnx)  # loaded, so that a step of it can be replaced
+    arguments = [*FIT, "--onnx.batch_sizes", "[1]", "--trainer.max_epochs", "2"]
+    losses, fired = [], 0
+
+    def at_step(step: str, before: int, after: bool) -> Callable[[], None]:
+        calls = 0
+
+        def prepare() -> None:
+            owner: Any = sys.modules["my_lightning_project"]
+            *path, name = step.split(".")
+            for part in path:
+                owner = getattr(owner, part)
+            method = getattr(owner, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                result = method(*args, **kwargs) if calls <= before or after else None
+                if calls > before:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+            setattr(owner, name, call)
+
+        return prepare
+
+    def left(place: Path) -> dict[str, Any]:
+        folder = only_run(place)
+        found = {key: value for key, value in outcome(folder).items() if key != "points"}
+        with contextlib.closing(sqlite3.connect(place / "mlflow.db")) as store:
+            found["points"] = store.execute(
+                "select key, step, case when key like 'onnx_%' then 0 else value end from metrics "
+                "where key != 'epoch' order by key, step"
+            ).fetchall()
+            for name, question in {
+                "runs": "select status from runs",
+                "versions": "select version from model_versions",
+                "aliases": "select alias, version from registered_model_aliases order by alias",
+                "models": "select status from logged_models where lifecycle_stage = 'active'",
+            }.items():
+                found[name] = store.execute(question).fetchall()
+        contract = json.loads((folder / "export" / "contract.json").read_text())
+        found["export"] = contract["onnx_sha256"]
+        found["names"] = sorted(path.name for path in folder.iterdir() if not path.name.startswith("recipe-resumed"))
+        return found
+
+    place = project.place()
+    assert project.run(place, arguments) == 0, tail(place)
+    known = left(place)
+    for number in range(count):
+        place, (step, before), after = project.place(), STEPS[number % len(STEPS)], draw.random() < 0.5
+        code = project.run(place, arguments, at_step(step, before, after))
+        fired += code == -signal.SIGKILL
+        again = project.run(place, arguments)
+        runs = [path for path in (place / "runs").iterdir() if path.name != "check"]
+        lost = f"{len(runs)} runs, {tail(place)}" if again or len(runs) > 1 else difference(left(place), known)
+        if again or lost:
+            losses.append(f"{step} {before} {after=}: exit codes {code}, {again}; {lost}")
     return row(
-        "tracking server dies or hangs", count, fired, losses, f"training stood still for {longest:.0f} s at most"
+        "SIGKILL in export, registration, promotion", count, fired, losses, f"{len(STEPS)} steps, before or after"
     )
 
 
@@ -582,6 +649,7 @@ KINDS: dict[str, tuple[Callable[[Project, int, random.Random], Row], int]] = {
     "first_runs": (first_runs, 20),
     "non_finite": (non_finite, 30),
     "outage": (outage, 20),
+    "ending": (ending, 40),
 }
 
 

@@ -292,6 +292,33 @@ def test_checkpoint_that_was_exported_stays_as_it_is(trained: SimpleNamespace) -
     assert file_hash(trained.best) == contract["checkpoint_sha256"]
 
 
+@pytest.mark.parametrize("step", ["onnx.log_model", "log_input", "log_artifacts", "register_model"])
+def test_a_registration_that_was_killed_is_completed_and_doubles_nothing(
+    run_again: Callable[..., str], client: Any, version: Any, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def models() -> dict[str, set[str]]:
+        experiment = client.get_run(version.run_id).info.experiment_id
+        found = client.search_logged_models([experiment], f"source_run_id = '{version.run_id}'")
+        return {item.model_id: {metric.key for metric in item.metrics} for item in found}
+
+    def count() -> int:
+        return len(client.get_metric_history(version.run_id, "best_val_loss"))
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    name = f"killed-{step}"
+    known, points, registry = models(), count(), Registry(model_name=name)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"mlflow.{step}", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_again(registry=registry)
+    run_again(registry=registry)
+    (new,) = models().keys() - known.keys()
+    assert known.keys() < models().keys() and "best_val_loss" in models()[new] and count() <= points + 1
+    assert client.get_registered_model(name).aliases == {"candidate": 1, "champion": 1}
+
+
 # Several at once
 
 

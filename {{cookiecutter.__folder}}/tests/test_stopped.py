@@ -141,6 +141,23 @@ def test_each_point_is_recorded_once(
     assert (steps, client.get_run(run_id).info.status) == (list(range(15)), "FINISHED")
 
 
+def test_the_last_epoch_is_recorded_though_the_run_was_stopped_right_after_it(
+    own_runs: Path, small_fit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = f"sqlite:///{tmp_path / 'store.db'}"
+    options = ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
+    options += ["--trainer.logger", "true", "--logger.tracking_uri", store]
+    with monkeypatch.context() as patch:  # as a kill would, after the last resume point
+        patch.setattr(MLflowRun, "finalize", lambda *_: None)
+        patch.setattr(cli.CLI, "after_fit", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(SystemExit):
+            small_fit(*options)
+    small_fit(*options)
+    (folder,) = own_runs.iterdir()
+    history = MlflowClient(store).get_metric_history((folder / "mlflow_run_id").read_text(), "train_loss")
+    assert [point.step for point in history] == [4, 9]
+
+
 # What is the same run
 
 

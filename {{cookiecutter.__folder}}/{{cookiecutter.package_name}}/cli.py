@@ -178,11 +178,11 @@ class CLI(LightningCLI):
         self.end_run("success")
 
     def end_run(self, status: str, ended: bool = True) -> None:
-        for point in self.resume_points():
-            point.end(ended)
         if isinstance(self.trainer.logger, MLflowRun):
             self.trainer.logger.keep_open = False
             self.trainer.logger.finalize(status)
+        for point in self.resume_points():
+            point.end(ended)
 
     def predict(self, model: L.LightningModule, datamodule: DataModule, **kwargs: Any) -> None:
         """Classify a folder of images into a CSV in the checkpoint's run."""

@@ -4,6 +4,7 @@ import copy
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -128,6 +129,8 @@ class OnnxExport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if self.enabled and best and trainer.is_global_zero:
+            for left in run_folder(best).glob(".export-*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             self.run(type(pl_module), trainer.datamodule, Path(best))
 
     def run(self, task_class: type[LightningModule], datamodule: LightningDataModule, checkpoint: Path) -> None:

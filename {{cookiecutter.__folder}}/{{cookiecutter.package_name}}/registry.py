@@ -14,7 +14,7 @@ from . import PACKAGE, ROOT, UserError
 from .images import file_hash
 from .runs import evaluate, run_folder
 from .store import StoreAway, StoreError, existing_is_fine
-from .tracking import MLflowRun
+from .tracking import KEPT, MLflowRun
 
 
 class Registry(Callback):
@@ -49,7 +49,7 @@ class Registry(Callback):
                 with existing_is_fine():
                     client.create_registered_model(self.model_name)
         except StoreAway as error:
-            return f"warning: {error} Training would go on, and what can't be sent be kept."
+            return f"warning: {error} {KEPT}"
         return f"registry answers; champion so far: {f'version {champion.version}' if champion else 'none'}"
 
     def run(self, run: MLflowRun, checkpoint: Path, metrics: dict[str, float]) -> str:
@@ -76,66 +76,91 @@ class Registry(Callback):
         with FileLock(ROOT / ".registry.lock"):
             run.send(patient=True)  # a version takes over what is known of the run
             with run.asking(patient=True) as client:
-                found = client.search_model_versions(f"name = '{self.model_name}'")
-                own = [item for item in found if item.run_id == run.run_id]
-                same = [item for item in own if item.tags.get("onnx_sha256") == contract["onnx_sha256"]]
-                if not same:
-                    for model in client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'"):
-                        if model.model_id not in {item.model_id for item in own}:  # left by a process that was killed
-                            client.delete_logged_model(model.model_id)
-                return self.promote(
-                    client, same[0] if same else self.create(client, run.run_id, folder, contract, metrics)
-                )
+                versions = client.search_model_versions(f"run_id = '{run.run_id}'")
+                mine = [item for item in versions if item.name == self.model_name]
+                same = [item for item in mine if item.tags.get("onnx_sha256") == contract["onnx_sha256"]]
+                if same:
+                    return self.promote(client, same[0])
+                found = client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
+                taken = {item.source for item in versions}
+                left = [item for item in found if "onnx_sha256" in item.tags and item.model_uri not in taken]
+                return self.promote(client, self.create(client, str(run.run_id), folder, contract, metrics, left))
 
     def create(
-        self, client: Any, run_id: str | None, folder: Path, contract: dict[str, Any], metrics: dict[str, float]
+        self,
+        client: Any,
+        run_id: str,
+        folder: Path,
+        contract: dict[str, Any],
+        metrics: dict[str, float],
+        left: list[Any],
     ) -> Any:
-        """A new version: ONNX and plain JSON (no pickle), signature, pinned requirements, and what is known of it."""
+        """A new version, and what is known of it. `left` are models of this run that were logged by a process which was
+        killed before it could register them."""
         import mlflow
-        import numpy as np
-        import onnx
-        from mlflow.data.code_dataset_source import CodeDatasetSource
-        from mlflow.data.meta_dataset import MetaDataset
-        from mlflow.entities import LoggedModelInput
-        from mlflow.models import ModelSignature
-        from mlflow.types import Schema, TensorSpec
 
-        def schema(spec: dict[str, Any]) -> Schema:
-            return Schema([TensorSpec(np.dtype(spec["dtype"]), (-1, *spec["shape"][1:]), spec["name"])])
-
-        run_tags = client.get_run(run_id).data.tags
+        whole = [
+            item for item in left if item.status == "READY" and item.tags["onnx_sha256"] == contract["onnx_sha256"]
+        ]
+        for item in left:
+            if item not in whole[:1]:
+                client.delete_logged_model(item.model_id)
         latency = {
             f"onnx_batch{row['batch_size']}_{key}": row[key]
             for row in contract["latency"]
             for key in ("p50_ms", "p99_ms", "peak_memory_mb", "num_threads")
         }
         tags = {
-            **{key: value for key, value in run_tags.items() if not key.startswith("mlflow.")},
+            **{key: value for key, value in client.get_run(run_id).data.tags.items() if not key.startswith("mlflow.")},
             **{key: contract[key] for key in ("data_hash", "split_hash", "onnx_sha256", "checkpoint_sha256")},
             **{key: repr(value) for key, value in {**metrics, **latency}.items()},
             "parity_max_abs_difference": repr(contract["parity"]["max_abs_difference"]),
         }
+        best = {f"best_{name}": value for name, value in metrics.items()}
+        with mlflow.start_run(run_id=run_id):
+            model = whole[0] if whole else self.log_model(folder, contract)
+            self.log_facts(model, folder, contract, best | latency)
+        return mlflow.register_model(model.model_uri, self.model_name, tags=tags)
+
+    def log_model(self, folder: Path, contract: dict[str, Any]) -> Any:
+        """ONNX and plain JSON (no pickle), signature, pinned requirements."""
+        import mlflow
+        import numpy as np
+        import onnx
+        from mlflow.models import ModelSignature
+        from mlflow.types import Schema, TensorSpec
+
+        def schema(spec: dict[str, Any]) -> Schema:
+            return Schema([TensorSpec(np.dtype(spec["dtype"]), (-1, *spec["shape"][1:]), spec["name"])])
+
+        return mlflow.onnx.log_model(
+            onnx.load(str(folder / "model.onnx")),
+            name="model",
+            signature=ModelSignature(schema(contract["input"]), schema(contract["output"])),
+            save_as_external_data=False,
+            # Exact pins, or MLflow would start a process that imports the model to find them.
+            pip_requirements=[
+                f"{name}=={importlib.metadata.version(name)}" for name in ("onnxruntime", "onnx", "numpy")
+            ],
+            onnx_execution_providers=["CPUExecutionProvider"],
+            metadata={"contract": contract},
+            tags={"onnx_sha256": contract["onnx_sha256"]},
+        )
+
+    def log_facts(self, model: Any, folder: Path, contract: dict[str, Any], numbers: dict[str, float]) -> None:
+        """Tie a logged model to its data and metrics, and keep its files with the run."""
+        import mlflow
+        from mlflow.data.code_dataset_source import CodeDatasetSource
+        from mlflow.data.meta_dataset import MetaDataset
+        from mlflow.entities import LoggedModelInput
+
         data = MetaDataset(  # type: ignore[abstract] # mlflow does not define `profile` for it
             CodeDatasetSource({}), name="data", digest=contract["data_hash"][:32]
         )
-        with mlflow.start_run(run_id=run_id):
-            info = mlflow.onnx.log_model(
-                onnx.load(str(folder / "model.onnx")),
-                name="model",
-                signature=ModelSignature(schema(contract["input"]), schema(contract["output"])),
-                save_as_external_data=False,
-                # Exact pins, or MLflow would start a process that imports the model to find them.
-                pip_requirements=[
-                    f"{name}=={importlib.metadata.version(name)}" for name in ("onnxruntime", "onnx", "numpy")
-                ],
-                onnx_execution_providers=["CPUExecutionProvider"],
-                metadata={"contract": contract},
-            )
-            mlflow.log_input(data, context="training", model=LoggedModelInput(info.model_id))
-            best = {f"best_{name}": value for name, value in metrics.items()}
-            mlflow.log_metrics(best | latency, model_id=info.model_id, dataset=data)
-            mlflow.log_artifacts(str(folder), "export")
-        return mlflow.register_model(info.model_uri, self.model_name, tags=tags)
+        if not {item.key for item in model.metrics or []} & numbers.keys():  # or a killed process has done it
+            mlflow.log_input(data, context="training", model=LoggedModelInput(model.model_id))
+            mlflow.log_metrics(numbers, model_id=model.model_id, dataset=data)
+        mlflow.log_artifacts(str(folder), "export")
 
     def promote(self, client: Any, version: Any) -> str:
         """Point `@candidate` at the version, and `@champion` if it beats the champion on the same data and split."""

@@ -107,6 +107,9 @@ class ResumePoint(Checkpoint):
             self.mark = Mark(Path(str(self.dirpath)).parent, self.identity)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for logger in trainer.loggers:
+            for step, metrics in self.unrecorded.items():  # which the logger leaves out if they are there after all
+                logger.log_metrics(metrics, step)
         if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
 
             def interrupt(signum: int, _: Any) -> None:
@@ -122,9 +125,6 @@ class ResumePoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved = time.monotonic()
-        for logger in trainer.loggers:
-            for step, metrics in self.unrecorded.items():  # which the logger leaves out if they are there after all
-                logger.log_metrics(metrics, step)
         stopped = [item for item in trainer.callbacks if isinstance(item, EarlyStopping) and item.stopped_epoch]
         if stopped and self.same_run:  # it was stopped after training, by a kill in what follows
             trainer.should_stop = True

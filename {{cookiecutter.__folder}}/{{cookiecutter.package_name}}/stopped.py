@@ -13,9 +13,9 @@ from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from . import PACKAGE, DamagedFile, NoRoom, UserError, runs
+from . import PACKAGE, DamagedFile, NoRoom, UserError, runs, store
 from .images import combine_hashes, file_hash
-from .store import STORE_LOCK, StoreAway, StoreError
+from .store import StoreAway, StoreError
 from .tracking import NOTE, UNSENT, MLflowRun
 
 
@@ -156,7 +156,7 @@ def tidy_store(run: MLflowRun, own: Mark | None, patient: bool = False) -> int:
                 if own and own.path == path:
                     continue
                 mark = Mark(folder, path.read_text())
-            with run.asking(patient), STORE_LOCK:
+            with run.asking(patient), store.STORE_LOCK:
                 count += complete(run, folder, dead=mark is not None, anywhere=patient)
         except (StillRunning, FileNotFoundError):  # of a process that lives, or has just ended
             continue

@@ -33,6 +33,9 @@ def embedded_store() -> str:
     return f"sqlite:///{path}"
 
 
+ADVICE = "Start the server, unset MLFLOW_TRACKING_URI to use the project's own store, or set --trainer.logger false."
+
+
 class StoreError(UserError):
     """The tracking store does not answer, or refuses."""
 
@@ -62,12 +65,12 @@ def plain_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, ImportError, OSError) as error:  # a driver is missing, or no answer came
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        kind = StoreAway if any(isinstance(item, passing) for item in causes(error)) else StoreError
-        raise kind(
-            f"{without_password(f'MLflow at {uri}: {reason}')[:400]} Start the server, unset MLFLOW_TRACKING_URI to "
-            "use the project's own store, or set --trainer.logger false."
-        ) from error
+        chain = [item for item in causes(error) if isinstance(item, (OSError, SQLAlchemyError))]
+        away = any(isinstance(item, passing) for item in chain)
+        shown = chain[-1] if away else error  # what is around "Connection refused" says nothing more, at length
+        reason = (str(shown).strip() or type(shown).__name__).splitlines()[0].rstrip(".")
+        message = without_password(f"MLflow at {uri}{' does not answer' * away}: {reason}")[:400]
+        raise (StoreAway if away else StoreError)(f"{message}. {ADVICE}") from error
 
 
 @contextmanager

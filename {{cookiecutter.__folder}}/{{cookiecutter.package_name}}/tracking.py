@@ -20,6 +20,7 @@ from .images import replace_file
 from .store import StoreAway, StoreError, existing_is_fine, impatient, plain_errors, without_password
 
 UNSENT, NOTE = "unsent.json", "mlflow_run_id"  # in a run's folder: what the store has not got, and the run's id there
+KEPT = f"Until then all is kept in the run's folder; the next run sends it, or: python -m {PACKAGE.name} sync"
 RETRY_AFTER = 30.0  # seconds, in which a store that did not answer is left alone
 
 
@@ -207,7 +208,7 @@ class MLflowRun(MLFlowLogger):
             if not (self._connected or before or isinstance(error, StoreAway)):
                 raise
             if not before:
-                rank_zero_info(f"warning: {error} Training goes on; what can't be sent is kept in the run's folder.")
+                rank_zero_info(f"warning: {error} {KEPT}")
             return self.keep()
         if before:
             rank_zero_info("MLflow answers again, and has got everything.")
