@@ -149,7 +149,7 @@ def test_the_last_epoch_is_recorded_though_the_run_was_stopped_right_after_it(
     options += ["--trainer.logger", "true", "--logger.tracking_uri", store]
     with monkeypatch.context() as patch:  # as a kill would, after the last resume point
         patch.setattr(MLflowRun, "finalize", lambda *_: None)
-        patch.setattr(cli.CLI, "after_fit", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(runs, "evaluate", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(SystemExit):
             small_fit(*options)
     small_fit(*options)

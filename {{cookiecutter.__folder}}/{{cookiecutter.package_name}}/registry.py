@@ -16,6 +16,8 @@ from .runs import evaluate, run_folder
 from .store import StoreAway, StoreError, existing_is_fine
 from .tracking import KEPT, MLflowRun
 
+REQUIREMENTS = ("onnxruntime", "onnx", "numpy")  # of the registered file
+
 
 class Registry(Callback):
     """Registers the exported model; `@candidate` is the newest version, `@champion` the best on the same data.
@@ -63,9 +65,8 @@ class Registry(Callback):
         file = folder / "contract.json"
         contract: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         if contract.get("checkpoint_sha256") != file_hash(checkpoint):
-            raise UserError(
-                f"{folder} holds no export of {checkpoint}. Run: python -m {PACKAGE.name} export {checkpoint}"
-            )
+            hint = f"Run: python -m {PACKAGE.name} export {checkpoint}"
+            raise UserError(f"{folder} holds no export of {checkpoint}. {hint}")
         if contract["onnx_sha256"] != file_hash(folder / "model.onnx"):
             raise UserError(f"{folder / 'model.onnx'} was changed after it was proven. Export {checkpoint} again.")
         for name, value in contract["parity"]["metrics"].items():
@@ -79,46 +80,36 @@ class Registry(Callback):
                 versions = client.search_model_versions(f"run_id = '{run.run_id}'")
                 mine = [item for item in versions if item.name == self.model_name]
                 same = [item for item in mine if item.tags.get("onnx_sha256") == contract["onnx_sha256"]]
-                if same:
-                    return self.promote(client, same[0])
-                found = client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
-                taken = {item.source for item in versions}
-                left = [item for item in found if "onnx_sha256" in item.tags and item.model_uri not in taken]
-                return self.promote(client, self.create(client, str(run.run_id), folder, contract, metrics, left))
+                if not same:
+                    found = client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
+                    taken = {item.source for item in versions}
+                    left = [item for item in found if "onnx_sha256" in item.tags and item.model_uri not in taken]
+                    same = [self.create(client, str(run.run_id), folder, (contract, metrics), left)]
+                return self.promote(client, same[0])
 
-    def create(
-        self,
-        client: Any,
-        run_id: str,
-        folder: Path,
-        contract: dict[str, Any],
-        metrics: dict[str, float],
-        left: list[Any],
-    ) -> Any:
-        """A new version, and what is known of it. `left` are models of this run that were logged by a process which was
-        killed before it could register them."""
+    def create(self, client: Any, run_id: str, folder: Path, known: tuple[dict[str, Any], ...], left: list[Any]) -> Any:
+        """A new version, and what is known of it. `left` are models that a process logged and, killed, left behind."""
         import mlflow
 
+        contract, metrics = known
         whole = [
             item for item in left if item.status == "READY" and item.tags["onnx_sha256"] == contract["onnx_sha256"]
         ]
         for item in left:
             if item not in whole[:1]:
                 client.delete_logged_model(item.model_id)
-        latency = {
-            f"onnx_batch{row['batch_size']}_{key}": row[key]
-            for row in contract["latency"]
-            for key in ("p50_ms", "p99_ms", "peak_memory_mb", "num_threads")
-        }
+        keys = ("p50_ms", "p99_ms", "peak_memory_mb", "num_threads")
+        rows = [(row, f"onnx_batch{row['batch_size']}_{key}", key) for row in contract["latency"] for key in keys]
+        latency = {name: row[key] for row, name, key in rows}
         tags = {
             **{key: value for key, value in client.get_run(run_id).data.tags.items() if not key.startswith("mlflow.")},
             **{key: contract[key] for key in ("data_hash", "split_hash", "onnx_sha256", "checkpoint_sha256")},
             **{key: repr(value) for key, value in {**metrics, **latency}.items()},
             "parity_max_abs_difference": repr(contract["parity"]["max_abs_difference"]),
         }
-        best = {f"best_{name}": value for name, value in metrics.items()}
         with mlflow.start_run(run_id=run_id):
             model = whole[0] if whole else self.log_model(folder, contract)
+            best = {f"best_{name}": value for name, value in metrics.items()}
             self.log_facts(model, folder, contract, best | latency)
         return mlflow.register_model(model.model_uri, self.model_name, tags=tags)
 
@@ -139,9 +130,7 @@ class Registry(Callback):
             signature=ModelSignature(schema(contract["input"]), schema(contract["output"])),
             save_as_external_data=False,
             # Exact pins, or MLflow would start a process that imports the model to find them.
-            pip_requirements=[
-                f"{name}=={importlib.metadata.version(name)}" for name in ("onnxruntime", "onnx", "numpy")
-            ],
+            pip_requirements=[f"{name}=={importlib.metadata.version(name)}" for name in REQUIREMENTS],
             onnx_execution_providers=["CPUExecutionProvider"],
             metadata={"contract": contract},
             tags={"onnx_sha256": contract["onnx_sha256"]},

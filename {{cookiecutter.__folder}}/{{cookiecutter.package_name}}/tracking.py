@@ -51,12 +51,7 @@ class MLflowRun(MLFlowLogger):
 
     @rank_zero_only
     def use_folder(self, folder: Path, ended: bool = False) -> None:
-        """Record into the MLflow run that the folder notes, or into a new one of the folder's name.
-
-        Args:
-            folder: That of the run.
-            ended: Whether the run is over, and only to get what its process could not send.
-        """
+        """Record into the MLflow run that the folder notes, or a new one; with `ended`, only send what is left."""
         self._folder, self._run_name, self._ended = folder, folder.name, ended
         if (folder / UNSENT).is_file():
             self.outbox |= json.loads((folder / UNSENT).read_text())
@@ -70,11 +65,8 @@ class MLflowRun(MLFlowLogger):
 
     @contextmanager
     def asking(self, patient: bool = False) -> Iterator[Any]:
-        """The MlflowClient, for calls that training waits for. A store that does not answer them is given up after
-        seconds, and then left alone for a while.
-
-        Args:
-            patient: Whether nothing waits, and the store has its time.
+        """The MlflowClient, for calls that training waits for: a store that does not answer is given up after seconds,
+        and then left alone for a while. Where nothing waits, be `patient`.
 
         Raises:
             StoreError: It does not answer, did not a moment ago, or refuses.
@@ -143,7 +135,6 @@ class MLflowRun(MLFlowLogger):
 
     @rank_zero_only
     def log_documents(self, names: Iterable[str]) -> None:
-        """Keep small files of the run's folder as artifacts, too."""
         self.outbox["documents"] += names
 
     @rank_zero_only
