@@ -17,6 +17,7 @@ import torch
 from mlflow import MlflowClient
 
 from {{ cookiecutter.package_name }} import PACKAGE, DamagedFile, NoRoom, UserError, cli, runs, stopped
+from {{ cookiecutter.package_name }}.registry import Registry
 from {{ cookiecutter.package_name }}.runs import load_checkpoint
 from {{ cookiecutter.package_name }}.stopped import (
     Mark,
@@ -289,3 +290,8 @@ def test_the_run_that_goes_on_is_left_running(run_id: str, stopped_folder: Path,
 def test_a_dead_run_of_another_store_is_no_obstacle(stopped_folder: Path, run_id: str, tmp_path: Path) -> None:
     (stopped_folder / "mlflow_run_id").write_text("0" * 32)
     assert status_after_clean_up(tmp_path, run_id) == "RUNNING"
+    run = MLflowRun("dead", f"sqlite:///{tmp_path / 'store.db'}")
+    tidy_store(run, None)
+    trainer: Any = SimpleNamespace(logger=run)
+    assert Registry(model_name="alive").rehearse(trainer, None, None).startswith("registry answers")  # type: ignore[arg-type]
+    assert run.run_id is not None

@@ -266,6 +266,39 @@ def test_a_run_that_ended_without_its_store_has_its_status_there(make: Make, go_
     assert run.experiment.get_run(run.run_id).info.status == "FAILED"
 
 
+def test_a_refusal_later_stops_nothing(make: Make, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MlflowException("no permission", error_code=PERMISSION_DENIED)
+
+    run = make()
+    run.flush()
+    monkeypatch.setattr(MlflowClient, "log_batch", refuse)
+    for step in range(2):
+        run.log_metrics({"loss": 1.0}, step)
+        run.flush()
+    assert len(lines) == 1 and "no permission" in lines[0]
+
+
+def test_a_store_that_is_away_when_it_is_tidied_is_named(make: Make, go_away: Go, lines: list[str]) -> None:
+    go_away(True)
+    run = make()
+    run.log_metrics({"loss": 1.0}, 0)
+    run.finalize("success")
+    lines.clear()
+    tidy_store(make(used=False), None)
+    assert [line[:26] for line in lines] == ["warning: MLflow at sqlite:"]
+
+
+def test_a_stopped_process_does_not_wait_for_its_store(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, times = make(), []
+    run.flush()
+    monkeypatch.setattr(
+        MlflowClient, "set_terminated", lambda *_: times.append(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"])
+    )
+    run.finalize("failed")
+    assert times == ["5"]
+
+
 def test_a_store_that_refuses_at_the_start_stops_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise MlflowException("no permission", error_code=PERMISSION_DENIED)
@@ -273,6 +306,22 @@ def test_a_store_that_refuses_at_the_start_stops_the_run(make: Make, monkeypatch
     monkeypatch.setattr(MlflowClient, "create_run", refuse)
     with pytest.raises(StoreError, match="no permission"):
         make().flush()
+
+
+def test_points_of_a_killed_process_that_its_store_has_as_killed_before_are_sent(
+    make: Make, go_away: Go, folder: Path
+) -> None:
+    run = make()
+    run.log_metrics({"loss": 1.0}, 0)
+    run.outbox["status"] = "KILLED"
+    run.flush()
+    go_away(True)
+    again = make()  # goes on, and is killed
+    again.log_metrics({"loss": 1.0}, 1)
+    again.flush()
+    (folder / "unfinished").write_text("own")
+    go_away(False)
+    assert (tidy_store(make(used=False), None), steps(run), status(run)) == (1, [0, 1], "KILLED")
 
 
 def test_what_a_living_process_could_not_send_is_left_to_it(make: Make, go_away: Go, folder: Path) -> None:
@@ -315,6 +364,7 @@ def test_a_store_that_is_away_is_left_alone_for_a_while(
     make: Make, go_away: Go, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make()
+    run.flush()
     run.log_metrics({"loss": 1.0}, 0)
     go_away(True)
     run.flush()
@@ -349,6 +399,20 @@ def test_a_resumed_run_sends_what_the_stopped_one_could_not(make: Make, go_away:
     assert steps(again) == [0, 1]
 
 
+def test_a_run_that_goes_on_without_its_store_doubles_no_point(make: Make, go_away: Go) -> None:
+    run = make()
+    run.log_metrics({"loss": 1.0}, 0)
+    run.flush()
+    go_away(True)
+    again = make()
+    for step in (0, 1):
+        again.log_metrics({"loss": 2.0}, step)
+    again.flush()
+    go_away(False)
+    again.finalize("success")
+    assert steps(again) == [0, 1]
+
+
 def test_a_hanging_store_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
     with impatient():
@@ -361,7 +425,7 @@ def test_an_experiment_that_another_process_has_just_made_is_used(monkeypatch: p
     find = second.experiment.get_experiment_by_name
     answers = iter([None])  # what the second process was told before the first one made it
     monkeypatch.setattr(second.experiment, "get_experiment_by_name", lambda name: next(answers, find(name)))
-    assert first.experiment_id == second.experiment_id
+    assert first.experiment_id is not None and first.experiment_id == second.experiment_id
 
 
 def test_a_run_knows_its_versions_and_its_code() -> None:

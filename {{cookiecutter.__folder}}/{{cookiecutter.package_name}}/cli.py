@@ -54,8 +54,8 @@ class CLI(LightningCLI):
             **LightningCLI.subcommands(),
             "check": ours,
             "tune": ours,
-            "export": ours,
             "sync": ours,
+            "export": ours,
             "register": ours,  # a line for each, to be taken out with its file
         }
 

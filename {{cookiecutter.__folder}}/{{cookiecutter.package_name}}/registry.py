@@ -78,37 +78,35 @@ class Registry(Callback):
             run.send(patient=True)  # a version takes over what is known of the run
             with run.asking(patient=True) as client:
                 versions = client.search_model_versions(f"run_id = '{run.run_id}'")
-                mine = [item for item in versions if item.name == self.model_name]
-                same = [item for item in mine if item.tags.get("onnx_sha256") == contract["onnx_sha256"]]
-                if not same:
-                    found = client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
-                    taken = {item.source for item in versions}
-                    left = [item for item in found if "onnx_sha256" in item.tags and item.model_uri not in taken]
-                    same = [self.create(client, str(run.run_id), folder, (contract, metrics), left)]
-                return self.promote(client, same[0])
+                same = [item for item in versions if item.tags.get("onnx_sha256") == contract["onnx_sha256"]]
+                same = [item for item in same if item.name == self.model_name]
+                return self.promote(client, same[0] if same else self.create(run, versions, folder, contract, metrics))
 
-    def create(self, client: Any, run_id: str, folder: Path, known: tuple[dict[str, Any], ...], left: list[Any]) -> Any:
-        """A new version, and what is known of it. `left` are models that a process logged and, killed, left behind."""
+    def create(
+        self, run: MLflowRun, versions: list[Any], folder: Path, contract: dict[str, Any], metrics: dict[str, float]
+    ) -> Any:
+        """A new version, and what is known of it. `versions` are those that this run has already."""
         import mlflow
 
-        contract, metrics = known
-        whole = [
-            item for item in left if item.status == "READY" and item.tags["onnx_sha256"] == contract["onnx_sha256"]
-        ]
-        for item in left:
-            if item not in whole[:1]:
-                client.delete_logged_model(item.model_id)
+        client, sha, taken = run.experiment, contract["onnx_sha256"], {item.source for item in versions}
+        model = None
+        for item in client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'"):
+            if "onnx_sha256" in item.tags and item.model_uri not in taken:  # left by a process that was killed
+                if model is None and (item.status, item.tags["onnx_sha256"]) == ("READY", sha):
+                    model = item
+                else:
+                    client.delete_logged_model(item.model_id)
         keys = ("p50_ms", "p99_ms", "peak_memory_mb", "num_threads")
-        rows = [(row, f"onnx_batch{row['batch_size']}_{key}", key) for row in contract["latency"] for key in keys]
-        latency = {name: row[key] for row, name, key in rows}
+        latency = {f"onnx_batch{row['batch_size']}_{key}": row[key] for row in contract["latency"] for key in keys}
+        run_tags = client.get_run(run.run_id).data.tags
         tags = {
-            **{key: value for key, value in client.get_run(run_id).data.tags.items() if not key.startswith("mlflow.")},
+            **{key: value for key, value in run_tags.items() if not key.startswith("mlflow.")},
             **{key: contract[key] for key in ("data_hash", "split_hash", "onnx_sha256", "checkpoint_sha256")},
             **{key: repr(value) for key, value in {**metrics, **latency}.items()},
             "parity_max_abs_difference": repr(contract["parity"]["max_abs_difference"]),
         }
-        with mlflow.start_run(run_id=run_id):
-            model = whole[0] if whole else self.log_model(folder, contract)
+        with mlflow.start_run(run_id=run.run_id):
+            model = model or self.log_model(folder, contract)
             best = {f"best_{name}": value for name, value in metrics.items()}
             self.log_facts(model, folder, contract, best | latency)
         return mlflow.register_model(model.model_uri, self.model_name, tags=tags)

@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from . import PACKAGE, DamagedFile, NoRoom, UserError, runs, store
+from . import PACKAGE, DamagedFile, NoRoom, UserError, runs
 from .images import combine_hashes, file_hash
 from .store import StoreAway, StoreError
-from .tracking import NOTE, UNSENT, MLflowRun
+from .tracking import KEPT, NOTE, UNSENT, MLflowRun
 
 
 def identity(options: dict[str, Any]) -> str:
@@ -123,7 +124,7 @@ def complete(run: MLflowRun, folder: Path, dead: bool, anywhere: bool) -> bool:
     """
     other, note, kept = MLflowRun(tracking_uri=run.experiment.tracking_uri), folder / NOTE, (folder / UNSENT).is_file()
     other.use_folder(folder, ended=True)
-    if dead and (run.experiment.get_run(note.read_text()).info.status == "RUNNING" if note.is_file() else kept):
+    if dead and (kept or note.is_file() and run.experiment.get_run(note.read_text()).info.status == "RUNNING"):
         other.outbox["status"] = "KILLED"
     elsewhere = not note.is_file() and other.outbox["uri"] != run.outbox["uri"]
     if not other.outbox["status"] or elsewhere and not anywhere:  # without one, its process may still be at work
@@ -138,7 +139,7 @@ def complete(run: MLflowRun, folder: Path, dead: bool, anywhere: bool) -> bool:
 @rank_zero_only
 def tidy_store(run: MLflowRun, own: Mark | None, patient: bool = False) -> int:
     """Send what the store has not got of earlier runs, and let those whose process is gone count as KILLED, where they
-    would be RUNNING for ever. Returns how many runs that concerned.
+    would be RUNNING for ever. Returns of how many runs something was sent.
 
     Args:
         run: Knows the store.
@@ -146,23 +147,24 @@ def tidy_store(run: MLflowRun, own: Mark | None, patient: bool = False) -> int:
         patient: Whether the store has its time, and may be another one than the runs were meant for.
 
     Raises:
-        StoreError: `patient`, and the store does not answer.
+        StoreAway: `patient`, and the store does not answer.
     """
     count = 0
     for folder in sorted({path.parent for name in ("unfinished", UNSENT) for path in runs.RUNS.glob(f"*/{name}")}):
-        mark = None
+        path, mark = folder / "unfinished", None
+        if own and own.path == path:
+            continue
         try:
-            if (path := folder / "unfinished").exists():
-                if own and own.path == path:
-                    continue
-                mark = Mark(folder, path.read_text())
-            with run.asking(patient), store.STORE_LOCK:
+            mark = Mark(folder, path.read_text()) if path.exists() else None
+            # A lock of its own: while much is sent, runs that start need the store's.
+            with run.asking(patient), FileLock(runs.ROOT / ".mlflow.sync.lock"):
                 count += complete(run, folder, dead=mark is not None, anywhere=patient)
         except (StillRunning, FileNotFoundError):  # of a process that lives, or has just ended
             continue
-        except StoreAway:
+        except StoreAway as error:
             if patient:
                 raise
+            rank_zero_info(f"warning: {error} {KEPT}")
             break
         except StoreError as error:  # a run of another store
             rank_zero_info(f"warning: {folder.name} is left as it is: {error}")
@@ -174,6 +176,7 @@ def tidy_store(run: MLflowRun, own: Mark | None, patient: bool = False) -> int:
 
 def sync(trainer: Trainer, model: LightningModule, datamodule: LightningDataModule) -> None:
     """Send what MLflow has not got of earlier runs, because it did not answer at the time."""
-    assert isinstance(trainer.logger, MLflowRun)
+    if not isinstance(trainer.logger, MLflowRun):
+        raise UserError("sync needs MLflow: leave out --trainer.logger.")
     if not tidy_store(trainer.logger, None, patient=True):
         print("MLflow has got everything.")

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import requests
 from filelock import FileLock
 
 from . import ROOT, UserError
@@ -58,6 +57,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 @contextmanager
 def plain_errors(uri: str) -> Iterator[None]:
     """Turn what a store raises, in many lines and of several kinds, into one StoreError that shows no password."""
+    import requests
     from mlflow import MlflowException
     from sqlalchemy.exc import OperationalError, SQLAlchemyError
 

@@ -69,14 +69,14 @@ class MLflowRun(MLFlowLogger):
         and then left alone for a while. Where nothing waits, be `patient`.
 
         Raises:
-            StoreError: It does not answer, did not a moment ago, or refuses.
+            StoreError: It does not answer (StoreAway), did not a moment ago, or refuses.
         """
         if self._error and not patient and time.monotonic() < self._retry_at:
             raise self._error
         try:
             with nullcontext() if patient else impatient(), plain_errors(self._tracking_uri):
                 yield self._mlflow_client
-        except StoreError as error:
+        except StoreAway as error:
             self._retry_at, self._error = time.monotonic() + RETRY_AFTER, error
             raise
 
@@ -88,9 +88,14 @@ class MLflowRun(MLFlowLogger):
 
     @property
     def run_id(self) -> str | None:
-        """Connects, where that is still to be done. Raises StoreError if the store does not answer or refuses."""
+        """Connects, as `experiment_id` does, where that is still to be done."""
         self.connect()
         return self._run_id
+
+    @property
+    def experiment_id(self) -> str | None:
+        self.connect()
+        return self._experiment_id
 
     @property
     def version(self) -> str | None:
@@ -99,14 +104,10 @@ class MLflowRun(MLFlowLogger):
 
     @rank_zero_only
     def connect(self) -> None:
-        """Find or make the experiment and the run.
-
-        Raises:
-            StoreError: The store does not answer or refuses.
-        """
+        """Find or make the experiment and the run. Raises StoreError if the store does not answer or refuses."""
+        client = self._mlflow_client
         if self._connected:
             return
-        client = self._mlflow_client
         with plain_errors(self._tracking_uri), store.STORE_LOCK:
             if self._folder and not self._run_id:
                 if (self._folder / UNSENT).is_file():  # a process may have been killed just when it had made the run
@@ -139,16 +140,14 @@ class MLflowRun(MLFlowLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Log as MLflow params, whole."""
-        values = {key: str(value)[:6000] for key, value in dict(params).items() if not key.startswith("_")}
-        self.outbox["params"] |= values
+        self.outbox["params"] |= {key: str(value)[:6000] for key, value in dict(params).items() if key[0] != "_"}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Collect, and send every 5 seconds: a call with many points costs the store as much as one with a single."""
         time_ms, at, now = int(time.time() * 1000), step or 0, time.monotonic()
-        fresh = {key: float(value) for key, value in metrics.items() if at > self._known.get(key, -1)}
-        self.outbox["points"] += [[key, value, time_ms, at] for key, value in fresh.items()]
+        fresh = [(key, float(value)) for key, value in metrics.items() if at > self._known.get(key, -1)]
+        self.outbox["points"] += [[key, value, time_ms, at] for key, value in fresh]
         if now - self._last_flush > 5 and now > self._retry_at:
             self.flush()
 
@@ -200,6 +199,7 @@ class MLflowRun(MLFlowLogger):
                 raise
             if not before:
                 rank_zero_info(f"warning: {error} {KEPT}")
+            self._error = error
             return self.keep()
         if before:
             rank_zero_info("MLflow answers again, and has got everything.")
@@ -217,4 +217,4 @@ class MLflowRun(MLFlowLogger):
         if not (status == "success" and self.keep_open):
             stopped = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException))
             self.outbox["status"] = "FINISHED" if status == "success" else "KILLED" if stopped else "FAILED"
-        self.flush(patient=True)
+        self.flush(patient=status == "success")  # a process that was told to stop has seconds
