@@ -52,7 +52,7 @@ TAKEN_OUT: dict[str, tuple[str, str, str, str]] = {
     "D3": ("task.py", "F.binary_cross_entropy_with_logits(logits.float(), targets, pos_weight=weight)", "F.cross_entropy(logits.float(), targets, weight)", "the loss of several labels"),
     "D4": ("speed.py", "if share < 0.1 else", "if share <= 1 else", "the verdict on the loader"),
     "E1": ("task.py", STEP, f"    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:\n        checkpoint['network'] = self.network\n\n{STEP}", "state_dict alone: a pickled network beside it"),
-    "E2": ("runs.py", 'map_location="cpu", weights_only=True', 'map_location="cpu", weights_only=False', "weights_only"),
+    "E2": ("checkpoints.py", 'map_location="cpu", weights_only=True', 'map_location="cpu", weights_only=False', "weights_only"),
     "E3": ("export.py", "torch.float32).eval().requires_grad_(False)", "torch.float32).train().requires_grad_(False)", "eval mode in the export"),
     "E4": ("parity.py", "if not np.allclose(logits, expected, **tolerance, equal_nan=False):", "if False:", "the comparison"),
     "F1": ("registry.py", "self.model_name, tags=tags)", "self.model_name)", "what the version is tied to"),

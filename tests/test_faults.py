@@ -10,6 +10,7 @@ from conftest import ROOT
 SHARES = {
     "kill": 0.04,
     "terminate": 0.1,
+    "devices": 0.05,
     "save": 0.1,
     "disk": 0.15,
     "checkpoint": 0.1,

@@ -59,7 +59,7 @@ FILES = [
 ]
 
 PACKAGE = """
-__init__ __main__ augment backbones check cli curves data export facts images latency listing loader metrics model optim
+__init__ __main__ augment backbones check checkpoints cli curves data export facts images latency listing loader metrics model optim
 order parity parser picture registry resume runs scan sources speed splits stopped store task tracking tune
 """
 
@@ -153,7 +153,7 @@ def test_what_people_edit_can_be_read_in_ten_minutes(bake: Bake) -> None:
 
 
 def test_the_package_stays_small(bake: Bake) -> None:
-    assert sum(lines_of_package(bake()).values()) <= 4495
+    assert sum(lines_of_package(bake()).values()) <= 4570
 
 
 def test_ruff_finds_nothing_in_a_project(project: Path) -> None:

@@ -6,7 +6,8 @@
 Each kind starts real trainings of a freshly generated project, hurts them, types the same command again, and compares
 what is left with a run of the same session that was never touched: all tensors, optimizer, schedules, best score,
 metrics and MLflow points. Prints a row for each kind: how many were tried, in how many the fault really came, how many
-survived, and how many of those with the guard switched off. Exits with 1 if one of the first was lost.
+survived; the whole campaign then repeats some with the guard taken out. Exits with 1 if one of the first was lost, or
+none of the second.
 """
 
 import argparse
@@ -65,14 +66,15 @@ class Project:
 
     def __init__(self, folder: Path) -> None:
         self.template, self.count = folder / "template", 0
+        self.unguard: Callable[[], None] = lambda: None  # takes a guard out of each command's process
         shutil.copytree(
             cookiecutter(str(ROOT), no_input=True, default_config=True, output_dir=folder / "made"), self.template
         )
         self.folder = folder
         sys.path.insert(0, str(self.template))
-        from my_lightning_project import cli, resume, speed
+        from my_lightning_project import checkpoints, cli, speed
 
-        self.cli, self.resume = cli, resume
+        self.cli, self.checkpoints = cli, checkpoints
         speed.SECONDS = 0.01
         torch.set_num_threads(1)
 
@@ -92,6 +94,7 @@ class Project:
         try:
             os.setsid()
             log = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            sys.stdout = sys.__stdout__
             for number in (1, 2):
                 os.dup2(log, number)
             from filelock import FileLock
@@ -101,6 +104,7 @@ class Project:
                 module.ROOT = place
             runs.RUNS, store.STORE_LOCK = place / "runs", FileLock(place / ".mlflow.lock")
             sys.argv = ["project", *arguments]
+            self.unguard()
             prepare()
             self.cli.run()
             code = 0
@@ -278,6 +282,90 @@ def terminate(project: Project, count: int, draw: random.Random) -> Row:
     return row("SIGTERM, SIGINT", fired, fired, losses, f"{chains} chains")
 
 
+def devices(project: Project, count: int, draw: random.Random) -> Row:
+    """Training in two processes, as torchrun starts them: a signal to one of them or to both. Each must end by itself,
+    within two minutes; the same command then goes on to the same end, metrics of the epoch in which it stopped included.
+    One that waits for another to appear, which was killed before, is ended, as torchrun does it."""
+    arguments = [*FIT, *BARE, "--data.batch_size", "128", "--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    arguments += ["--trainer.logger", "true"]
+
+    def pair(
+        place: Path, act: Callable[[int], Callable[[], None]], delay: float = 0, told: tuple[int, ...] = ()
+    ) -> Any:
+        """Exit codes of both. `act` is what each process is prepared with; after the delay some are told to stop."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        pids = []
+        for rank in range(2):
+
+            def prepare(rank: int = rank) -> None:
+                names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+                names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "faults"}
+                os.environ.update({name: str(value) for name, value in names.items()})
+                act(rank)()
+
+            pids.append(project.start(place, arguments, prepare))
+        codes: dict[int, Any] = {}
+        start, sent = time.monotonic(), not told
+        while len(codes) < 2 and time.monotonic() - start < 120:
+            for rank, pid in enumerate(pids):
+                if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    codes[rank] = os.waitstatus_to_exitcode(ended[1])
+            if len(codes) == 1 and "All distributed processes registered" not in (place / "log").read_text():
+                os.kill(pids[1 - min(codes)], signal.SIGKILL)
+            if not sent and time.monotonic() - start > delay:
+                sent = True
+                for rank in told:
+                    if rank not in codes:
+                        os.kill(pids[rank], signum)
+            time.sleep(0.02)
+        for rank, pid in enumerate(pids):
+            if rank not in codes:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        return codes
+
+    def idle(rank: int) -> Callable[[], None]:
+        return lambda: None
+
+    place, start = project.place(), time.monotonic()
+    assert pair(place, idle) == {0: 0, 1: 0}, tail(place)
+    seconds, known = time.monotonic() - start, outcome(only_run(place))
+    losses, fired, chains = [], 0, 0
+    while fired < count:
+        place, chains = project.place(), chains + 1
+        signum = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[chains % 3]
+        told = draw.choice([(0,), (1,), (0, 1)])
+        if draw.random() < 0.6:
+            hook = draw.choice(HOOKS)
+            number = draw.randint(1, 20 if "batch" in hook or "step" in hook or "save" in hook else 4)
+            words = f"{signum.name} to {told} at {hook} {number}"
+            at = project.at_hook(hook, number, lambda _, signum=signum: os.kill(os.getpid(), signum))
+            codes = pair(place, lambda rank, at=at, told=told: at if rank in told else lambda: None)
+        else:
+            delay = draw.uniform(0.3, 1.0) * seconds
+            words = f"{signum.name} to {told} after {delay:.1f} s of {seconds:.1f}"
+            codes = pair(place, idle, delay, told)
+        if codes == {0: 0, 1: 0}:  # the moment never came
+            continue
+        fired += 1
+        if len(codes) < 2:
+            losses.append(f"{words}: {codes}, the other did not end, {tail(place)}")
+            continue
+        if any(codes[rank] not in (-signum, 128 + signum) for rank in told):
+            losses.append(f"{words}: exit codes {codes}, {tail(place)}")
+        codes = pair(place, idle)
+        runs = [path for path in (place / "runs").iterdir() if (path / "metrics.json").exists()]
+        if codes != {0: 0, 1: 0} or len(runs) != 1:
+            losses.append(f"{words}, then {codes}: {len(runs)} finished runs, {tail(place)}")
+        elif lost := difference(outcome(runs[0]), known):
+            losses.append(f"{words}: {lost} differs, {tail(place)}")
+        else:
+            shutil.rmtree(place)
+    return row("signals to one of two processes, or both", fired, fired, losses, f"{chains} runs")
+
+
 def save(project: Project, count: int, draw: random.Random) -> Row:
     """SIGKILL while a checkpoint of 8 MB is written again and again, TMPDIR on another file system."""
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -313,7 +401,7 @@ def save(project: Project, count: int, draw: random.Random) -> Row:
                 writer.save_checkpoint({"state_dict": {"weights": torch.zeros(2_000_000)}}, path)
         return came, bad
 
-    fired, losses = campaign(project.resume.DurableIO(), count)
+    fired, losses = campaign(project.checkpoints.DurableIO(), count)
     tries = max(2, count // 5)
     unguarded = len(campaign(TorchCheckpointIO(), tries)[1])
     shutil.rmtree(other)
@@ -329,7 +417,7 @@ def disk(project: Project, count: int, draw: random.Random) -> Row:
         place = project.place()
         runs = place / "runs"
         runs.mkdir()
-        size = draw.randint(40, 400) * 1024
+        size = draw.randint(40, 320) * 1024  # all that a run leaves takes more
         mounted = number % 2 == 0 and os.system(f"mount -t tmpfs -o size={size} tmpfs {runs} 2>/dev/null") == 0
 
         def limit(size: int = size) -> None:
@@ -347,8 +435,9 @@ def disk(project: Project, count: int, draw: random.Random) -> Row:
             os.system(f"mount -o remount,size=100m {runs}")
         code = project.run(place, arguments)
         finished = [path for path in runs.iterdir() if (path / "metrics.json").exists()]
-        if code != 0 or len(finished) != 1 or (lost := compare(finished[0], known)):
-            losses.append(f"{size} bytes, then room: exit code {code}, {lost if code == 0 and finished else ''}")
+        lost = compare(finished[0], known) if len(finished) == 1 else f"{len(finished)} finished runs"
+        if code != 0 or lost:
+            losses.append(f"{size} bytes, then room: exit code {code}, {lost}")
         if mounted:
             os.system(f"umount {runs}")
     return row("disk full, file too large", count, fired, losses, "afterwards the same command goes on")
@@ -643,6 +732,7 @@ def ending(project: Project, count: int, draw: random.Random) -> Row:
 KINDS: dict[str, tuple[Callable[[Project, int, random.Random], Row], int]] = {
     "kill": (kill, 200),
     "terminate": (terminate, 40),
+    "devices": (devices, 40),
     "save": (save, 300),
     "disk": (disk, 20),
     "checkpoint": (checkpoint, 60),
@@ -650,6 +740,75 @@ KINDS: dict[str, tuple[Callable[[Project, int, random.Random], Row], int]] = {
     "non_finite": (non_finite, 30),
     "outage": (outage, 20),
     "ending": (ending, 40),
+}
+
+
+class Unguarded:
+    """What each kind of fault does once the guard against it is taken out, in the process of a command."""
+
+    @staticmethod
+    def draws() -> None:
+        from my_lightning_project import loader, order
+
+        loader.seed_batch, order.done_batches = lambda *_: None, lambda trainer: 0
+
+    @staticmethod
+    def agreement() -> None:
+        from my_lightning_project.resume import ResumePoint
+
+        ResumePoint.on_fit_start = lambda *_: None
+
+    @staticmethod
+    def writing() -> None:
+        from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+        from my_lightning_project import cli
+
+        cli.DurableIO = TorchCheckpointIO
+
+    @staticmethod
+    def reading() -> None:
+        from my_lightning_project import cli, stopped
+
+        cli.load_checkpoint = stopped.load_checkpoint = lambda path: torch.load(path, weights_only=False)
+
+    @staticmethod
+    def lock() -> None:
+        from my_lightning_project import store
+
+        store.STORE_LOCK = contextlib.nullcontext()
+        store.embedded_store = lambda: f"sqlite:///{store.ROOT / 'mlflow.db'}"
+
+    @staticmethod
+    def looks() -> None:
+        import math
+
+        torch.isfinite = lambda value: torch.ones_like(value, dtype=torch.bool)
+        math.isfinite = lambda value: True
+
+    @staticmethod
+    def outbox() -> None:
+        from my_lightning_project.tracking import MLflowRun
+
+        MLflowRun.keep = lambda self: None
+
+    @staticmethod
+    def going_on() -> None:
+        from my_lightning_project import cli
+
+        cli.stopped_run = lambda own: None
+
+
+# Kind -> what is taken out, in words; how; and how many tries show what it does. `save` has an arm of its own.
+UNGUARDED: dict[str, tuple[str, Callable[[], None], int]] = {
+    "kill": ("order and draws that depend on the batch alone", Unguarded.draws, 8),
+    "terminate": ("order and draws that depend on the batch alone", Unguarded.draws, 8),
+    "devices": ("the agreement to stop", Unguarded.agreement, 2),
+    "disk": ("writing beside the target", Unguarded.writing, 4),
+    "checkpoint": ("reading plain data alone", Unguarded.reading, 6),
+    "first_runs": ("the store's lock", Unguarded.lock, 2),
+    "non_finite": ("the looks at loss and weights", Unguarded.looks, 4),
+    "outage": ("the outbox on disk", Unguarded.outbox, 3),
+    "ending": ("going on", Unguarded.going_on, 4),
 }
 
 
@@ -680,6 +839,15 @@ def main() -> int:
                     flush=True,
                 )
                 lost |= survived < tried or fired < tried
+                if kind in UNGUARDED and options.scale >= 1:
+                    words, project.unguard, count = UNGUARDED[kind]
+                    with contextlib.redirect_stdout(io.StringIO()) as shown:
+                        _, tried, _, survived, _ = campaign(project, count, random.Random(options.seed))
+                    project.unguard = lambda: None
+                    print(f"| the same without {words} | {tried} | | {survived} | |", flush=True)
+                    if survived == tried:
+                        print(f"    the guard is not needed: {shown.getvalue()}", flush=True)
+                    lost |= survived == tried
     return int(lost)
 
 

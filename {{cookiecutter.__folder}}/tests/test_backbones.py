@@ -11,12 +11,12 @@ import torchvision
 from torch import Tensor
 
 from {{ cookiecutter.package_name }} import UserError
+from {{ cookiecutter.package_name }}.checkpoints import load_checkpoint
 from {{ cookiecutter.package_name }}.data import DataModule
 from {{ cookiecutter.package_name }}.export import freeze, write_onnx
 from {{ cookiecutter.package_name }}.model import MLP, Network, make_network
 from {{ cookiecutter.package_name }}.optim import stages
 from {{ cookiecutter.package_name }}.parity import compare
-from {{ cookiecutter.package_name }}.runs import load_checkpoint
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
 SPEC = {"name": "images", "shape": [3, 32, 32], "dtype": "uint8", "mean": [0.5] * 3, "std": [0.25] * 3}

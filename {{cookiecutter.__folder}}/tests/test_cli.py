@@ -19,9 +19,10 @@ from jsonargparse import ArgumentParser, Namespace
 from PIL import Image
 
 from {{ cookiecutter.package_name }} import PACKAGE, __main__
+from {{ cookiecutter.package_name }}.checkpoints import checkpoint_options, load_checkpoint
 from {{ cookiecutter.package_name }}.cli import CLI, run
 from {{ cookiecutter.package_name }}.images import file_hash
-from {{ cookiecutter.package_name }}.runs import RunFolder, checkpoint_options, load_checkpoint
+from {{ cookiecutter.package_name }}.runs import RunFolder
 from {{ cookiecutter.package_name }}.speed import cpu_precision
 
 Command = Callable[..., str]

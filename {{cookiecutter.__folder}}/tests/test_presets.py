@@ -14,8 +14,8 @@ import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from {{ cookiecutter.package_name }}.checkpoints import load_checkpoint
 from {{ cookiecutter.package_name }}.cli import RECIPE
-from {{ cookiecutter.package_name }}.runs import load_checkpoint
 
 PRESETS = RECIPE.parent / "presets"
 if not PRESETS.is_dir():

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from {{ cookiecutter.package_name }} import UserError
+from {{ cookiecutter.package_name }}.checkpoints import DurableIO, load_checkpoint
 from {{ cookiecutter.package_name }}.data import DataModule
-from {{ cookiecutter.package_name }}.resume import DurableIO, ResumePoint
-from {{ cookiecutter.package_name }}.runs import load_checkpoint
+from {{ cookiecutter.package_name }}.resume import ResumePoint
 from {{ cookiecutter.package_name }}.task import ClassificationTask
 
 
@@ -87,7 +88,7 @@ def test_a_point_is_written_within_an_epoch_when_its_time_has_come(fit: Callable
     with pytest.raises(SIGTERMException):
         fit(ResumePoint(minutes=0, dirpath=str(tmp_path)), Terminate(3))
     steps = [torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["global_step"] for name in ("previous", "last")]
-    assert steps == [9, 9]  # after four of the second epoch's batches: by the clock, and again by the signal
+    assert steps == [8, 9]  # by the clock after three of the second epoch's batches, and by the signal after four
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_names_the_cause(tmp_path: Path) -> None:
@@ -150,6 +151,25 @@ def test_a_resume_that_would_mix_two_runs_is_refused(
 ) -> None:
     with pytest.raises(SystemExit, match=f"{option} is .* in the checkpoint, which a resumed run keeps"):
         command("fit", "--ckpt_path", str(trained.last), f"--{option}", value, "--trainer.max_epochs", "9")
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # the folder is a copy
+def test_other_options_of_a_resumed_run_are_said(
+    trained: SimpleNamespace, command: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, options = tmp_path / "run", ["--trainer.max_epochs", "3", "--trainer.precision", "32-true"]
+    options += ["--trainer.log_every_n_steps", "1", "--trainer.logger", "false", "--registry.enabled", "false"]
+    shutil.copytree(trained.folder, folder)
+    arguments = ["fit", "--ckpt_path", str(folder / "checkpoints" / "last.ckpt"), *options]
+    command(*arguments, "--seed_everything", "43", "--trainer.gradient_clip_val", "0.5")
+    (line,) = [line for line in caplog.messages if "from here on other options" in line]
+    for word in (
+        "seed_everything 43 (was 42)",
+        "trainer.gradient_clip_val 0.5 (was 1.0)",
+        "trainer.logger False (was ",
+    ):
+        assert word in line
+    assert "max_epochs" not in line
 
 
 def test_averaged_weights_are_the_ones_that_are_measured(

@@ -17,8 +17,8 @@ import torch
 from mlflow import MlflowClient
 
 from {{ cookiecutter.package_name }} import PACKAGE, DamagedFile, NoRoom, UserError, cli, runs, stopped
+from {{ cookiecutter.package_name }}.checkpoints import load_checkpoint
 from {{ cookiecutter.package_name }}.registry import Registry
-from {{ cookiecutter.package_name }}.runs import load_checkpoint
 from {{ cookiecutter.package_name }}.stopped import (
     Mark,
     StillRunning,
@@ -98,6 +98,69 @@ def test_another_command_starts_anew(
     assert len(list(own_runs.iterdir())) == 2
 
 
+def test_a_signal_within_an_accumulated_step_waits_for_its_end(own_runs: Path, stop: Callable[..., int]) -> None:
+    options = ["--trainer.max_epochs", "2", "--trainer.accumulate_grad_batches", "2", "--last.minutes", "1000"]
+    assert stop(signal.SIGTERM, 1, 2, *options) == 143
+    (folder,) = own_runs.iterdir()
+    point = load_checkpoint(str(folder / "checkpoints" / "last.ckpt"))
+    assert point["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["completed"] == 4
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
+def test_a_signal_after_the_last_epoch_is_not_lost(
+    own_runs: Path, small_fit: Callable[..., str], monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(cli.ClassificationTask, hook, lambda self: os.kill(os.getpid(), signal.SIGINT), raising=False)
+        with pytest.raises(SystemExit) as caught:
+            small_fit("--trainer.max_epochs", "1")
+    assert caught.value.code == 130
+    (folder,) = own_runs.iterdir()
+    assert (folder / "unfinished").is_file() and not (folder / "metrics.json").exists()
+    assert "going on with" in small_fit("--trainer.max_epochs", "1") and (folder / "metrics.json").is_file()
+
+
+def test_slurm_takes_a_job_back_that_has_saved_where_it_was(
+    own_runs: Path,
+    stop: Callable[..., int],
+    small_fit: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path / "asked"}"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(scontrol.parent), prepend=os.pathsep)
+    job = {"JOB_ID": "1234", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert stop(signal.SIGUSR1, 1, 2, "--trainer.max_epochs", "2") == 128 + signal.SIGUSR1
+    assert (tmp_path / "asked").read_text() == "requeue 1234\n"
+    (folder,) = own_runs.iterdir()
+    assert load_checkpoint(str(folder / "checkpoints" / "last.ckpt"))["global_step"] == 8
+    assert "going on with" in small_fit("--trainer.max_epochs", "2") and not list(Path.cwd().glob("hpc_ckpt*"))
+    scontrol.write_text("#!/bin/sh\nexit 3\n")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
+    assert stop(signal.SIGUSR1, 1, 2, "--trainer.max_epochs", "2") == 128 + signal.SIGUSR1  # and a warning names 77_5
+
+
+def test_a_device_that_fails_is_no_end(
+    own_runs: Path, small_fit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def fail(self: Any) -> None:
+            if self.current_epoch == 1:
+                raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+        patch.setattr(cli.ClassificationTask, "on_validation_start", fail)
+        with pytest.raises(RuntimeError, match="ECC"):
+            small_fit("--trainer.max_epochs", "2")
+    assert "going on with" in small_fit("--trainer.max_epochs", "2") and len(list(own_runs.iterdir())) == 1
+
+
 def test_a_run_that_failed_is_not_gone_on_with(
     own_runs: Path, small_fit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +220,14 @@ def test_the_last_epoch_is_recorded_though_the_run_was_stopped_right_after_it(
     (folder,) = own_runs.iterdir()
     history = MlflowClient(store).get_metric_history((folder / "mlflow_run_id").read_text(), "train_loss")
     assert [point.step for point in history] == [4, 9]
+
+
+def test_a_mark_that_another_device_may_be_reading_is_not_written_anew(tmp_path: Path) -> None:
+    Mark(tmp_path, "mine").release(ended=False)
+    os.utime(tmp_path / "unfinished", (1, 1))
+    mark = Mark(tmp_path, "mine")
+    assert (tmp_path / "unfinished").stat().st_mtime == 1
+    mark.release(ended=True)
 
 
 # What is the same run

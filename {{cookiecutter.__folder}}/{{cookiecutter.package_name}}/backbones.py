@@ -6,8 +6,8 @@ import torchvision
 from torch import Tensor, nn
 
 from . import UserError
+from .checkpoints import load_checkpoint
 from .model import Normalize
-from .runs import load_checkpoint
 
 
 def from_torchvision(name: str, pretrained: bool) -> tuple[nn.Module, int, dict[str, Any]]:

@@ -16,14 +16,15 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from . import PACKAGE, ROOT, runs
 from .check import check
+from .checkpoints import DurableIO, checkpoint_options, load_checkpoint, refuse_mixing
 from .curves import Curves
 from .data import DataModule
 from .export import OnnxExport, export, export_summary
 from .parser import Parser, quiet, short_answers
 from .registry import Registry, register, register_best
-from .resume import DurableIO, ResumePoint, refuse_mixing
+from .resume import ResumePoint
 from .speed import cpu_precision
-from .stopped import STOPS, identity, stopped_run, stopping_at_once, sync, tidy_store
+from .stopped import goes_on, identity, stopped_run, stopping_at_once, sync, tidy_store
 from .task import ClassificationTask
 from .tracking import MLflowRun
 from .tune import tune
@@ -84,10 +85,10 @@ class CLI(LightningCLI):
         path = self.config[command].get("ckpt_path")
         if not path:
             return
-        self.checkpoint = runs.load_checkpoint(path)
+        self.checkpoint = load_checkpoint(path)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "checkpoint.yaml"
-            file.write_text(yaml.safe_dump(runs.checkpoint_options(self.checkpoint)))
+            file.write_text(yaml.safe_dump(checkpoint_options(self.checkpoint)))
             parser = self._parser(command)
             parser.default_config_files = [*parser.default_config_files, str(file)]
             self.parse_arguments(self.parser, None)
@@ -173,7 +174,7 @@ class CLI(LightningCLI):
                     lines += register_best(self.trainer, Path(best), metrics)
                     print(runs.summary(Path(best), metrics, time.perf_counter() - self.started, lines), flush=True)
         except BaseException as error:
-            self.end_run("failed", ended=not isinstance(error, STOPS))
+            self.end_run("failed", ended=not goes_on(error))
             raise
         self.end_run("success")
 

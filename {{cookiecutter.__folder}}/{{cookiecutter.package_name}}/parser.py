@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from . import PACKAGE, UserError
-from .resume import FULL
+from .checkpoints import FULL
 
 
 class Parser(LightningArgumentParser):

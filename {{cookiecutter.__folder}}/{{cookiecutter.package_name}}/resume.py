@@ -1,9 +1,8 @@
-"""Stopping and going on: when a resume point is written, and how it reaches the disk."""
+"""Stopping and going on: when a resume point is written, and what it holds beside Lightning's own state."""
 
-import errno
-import io
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -11,58 +10,35 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from . import NoRoom, UserError
+from . import UserError
 from .order import done_batches
-from .runs import checkpoint_options
-from .stopped import STOPS, Mark
-
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
+from .stopped import Mark, goes_on
 
 
-class DurableIO(TorchCheckpointIO):
-    """Leaves the old file or the new one, whatever happens: written beside the target, flushed to disk, renamed.
-    Lightning's own goes through TMPDIR, and destroys the old file where that is another file system."""
+def agree(trainer: Trainer, *values: int) -> list[int]:
+    """The largest of each value over all devices, so that these do the same."""
+    if trainer.world_size == 1:
+        return list(values)
+    state = torch.tensor(values, device=trainer.strategy.root_device)
+    torch.distributed.all_reduce(state, torch.distributed.ReduceOp.MAX)
+    return [int(value) for value in state.tolist()]
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Raises:
-        NoRoom: The disk is full, a limit is reached, or the folder can't be written to.
-        UserError: A weight is NaN or infinite.
-        """
-        target, buffer = Path(path), io.BytesIO()
-        for name, value in checkpoint.get("state_dict", {}).items():
-            if not torch.isfinite(value).all():  # nothing that is spoilt may take the place of what is good
-                raise UserError(
-                    f"{name} holds NaN or infinity, so {target.name} is not written; what was written before is good. "
-                    "Lower model.lr."
-                )
-        torch.save(checkpoint, buffer)  # first, because PyTorch hides why it could not write a file
-        part = target.with_name(f".{target.name}.part")  # takes the place of one that a killed process left
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                file.write(buffer.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(target)
-            folder = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            if part.exists():
-                part.unlink()
-            still = "its older version is still good" if target.exists() else "there is no older version of it"
-            raise NoRoom(
-                f"{target} can't be written: {os.strerror(error.errno)}; {still}. It needs "
-                f"{len(buffer.getbuffer()) / 2**20:.1f} MB: free them, or allow writing there."
-            ) from error
+
+@rank_zero_only
+def requeue(trainer: Trainer) -> None:
+    """Let SLURM start this job again, where the same command then goes on."""
+    job = os.environ["SLURM_JOB_ID"]
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        rank_zero_info(f"warning: SLURM did not take the job {job} back: {error}. Submit it again; it goes on.")
 
 
 class ResumePoint(Checkpoint):
@@ -83,7 +59,7 @@ class ResumePoint(Checkpoint):
         self.identity = ""
         self.unrecorded: dict[int, dict[str, float]] = {}  # step -> metrics that a kill may have kept from the logger
         self.same_run = False  # whether it goes on with what the same command began
-        self.signum = signal.SIGTERM
+        self.signum = 0  # of the signal that asks to stop
 
     def save(self, trainer: Trainer) -> None:
         last = Path(str(self.dirpath)) / "last.ckpt"
@@ -110,18 +86,26 @@ class ResumePoint(Checkpoint):
         for logger in trainer.loggers:
             for step, metrics in self.unrecorded.items():  # which the logger leaves out if they are there after all
                 logger.log_metrics(metrics, step)
-        if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
+            connector = trainer._signal_connector
 
-            def interrupt(signum: int, _: Any) -> None:
-                self.signum = signal.Signals(signum)
+            def stop(signum: int, _: Any) -> None:
+                self.signum = signum
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # the next one stops at once
-                trainer._signal_connector.received_sigterm = True  # stops as SIGTERM does: after this batch
+                if trainer.world_size == 1 and not trainer.training:  # else where all devices can stop, and save
+                    connector.received_sigterm = True
 
-            signal.signal(signal.SIGINT, interrupt)
+            # Lightning is about to register these. Its own would wait, within the handler, for the other devices,
+            # which need not have got the signal; and on SLURM save in the middle of a step.
+            connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = stop  # type: ignore[method-assign]
+            signal.signal(signal.SIGINT, stop)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if stage == "fit":
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            if agree(trainer, self.signum)[0]:  # it came after the last epoch
+                raise SIGTERMException
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved = time.monotonic()
@@ -132,19 +116,26 @@ class ResumePoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        due = trainer.strategy.broadcast(time.monotonic() - self.saved >= 60 * self.minutes)  # all ranks, or none
-        if due and self.may_stop(trainer):
+        self.signum, due = agree(trainer, self.signum, time.monotonic() - self.saved >= 60 * self.minutes)
+        if self.may_stop(trainer) or trainer.world_size == 1 and trainer.is_last_batch:
+            trainer._signal_connector.received_sigterm = bool(self.signum)  # stops when this hook is through
+        if due and not self.signum and self.may_stop(trainer):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save(trainer)
+        (self.signum,) = agree(trainer, self.signum)
+        trainer._signal_connector.received_sigterm = bool(self.signum)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):
-            exception.code = 128 + self.signum
+            exception.code = 128 + (self.signum or signal.SIGTERM)
             if trainer.training and self.may_stop(trainer):
                 self.save(trainer)
-        self.end(ended=not isinstance(exception, STOPS))  # one that failed is: the same command would fail again
+            environment = trainer._accelerator_connector.cluster_environment
+            if isinstance(environment, SLURMEnvironment) and self.signum == environment.requeue_signal:
+                requeue(trainer)
+        self.end(ended=not goes_on(exception))
 
     def end(self, ended: bool = True) -> None:
         if self.mark:
@@ -180,20 +171,3 @@ class ResumePoint(Checkpoint):
         metrics.persistent(True)  # type: ignore[union-attr, operator]
         metrics.load_state_dict({key: value[trainer.global_rank] for key, value in states.items()}, strict=False)  # type: ignore[union-attr, operator]
         metrics.persistent(False)  # type: ignore[union-attr, operator]
-
-
-def refuse_mixing(checkpoint: dict[str, Any], options: dict[str, Any]) -> None:
-    """Refuse to go on with other options than before: Lightning would take the old ones, or draw other samples from
-    here on, without a word.
-
-    Args:
-        checkpoint: Where training goes on.
-        options: Those of now, of the sections `model` and `data`.
-    """
-    for section, now in options.items():
-        for key, old in checkpoint_options(checkpoint)[section].items():
-            if key not in ("compile", "source", "cache_gb") and now.get(key, old) != old:
-                raise UserError(
-                    f"{section}.{key} is {now[key]!r}, but {old!r} in the checkpoint, which a resumed run keeps. Leave "
-                    "it out, or train anew."
-                )

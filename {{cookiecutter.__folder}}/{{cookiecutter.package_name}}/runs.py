@@ -4,18 +4,18 @@ import csv
 import json
 import os
 import time
-import zipfile
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
-from . import PACKAGE, ROOT, DamagedFile, UserError
+from . import PACKAGE, ROOT, UserError
 from .facts import run_documents, run_facts
 from .images import file_hash, replace_file
 from .tracking import MLflowRun
@@ -41,42 +41,6 @@ def newest_best() -> Path:
     return newest
 
 
-def load_checkpoint(path: str) -> dict[str, Any]:
-    """A checkpoint's content, read without running any code in it.
-
-    Raises:
-        DamagedFile: It is not as it was written.
-        UserError: It is missing, of something else, or holds objects that could run code.
-    """
-    try:
-        with zipfile.ZipFile(path) as file:  # torch.load does not compare the checksums
-            if entry := file.testzip():
-                raise zipfile.BadZipFile(f"wrong checksum of {entry}")
-    except Exception as error:  # a damaged file raises one of many kinds
-        kind = UserError if isinstance(error, FileNotFoundError) else DamagedFile
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise kind(f"{path} can't be read as a checkpoint: {reason[:200]}.") from error
-    try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path} is whole, but can't be read as a checkpoint: {reason[:200]}") from error
-    if not {"hyper_parameters", "datamodule_hyper_parameters"} <= checkpoint.keys():
-        raise UserError(f"{path} has no hyperparameters: it is no checkpoint of this project's `fit`.")
-    return checkpoint
-
-
-def checkpoint_options(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The options, nested as in the recipe, that a checkpoint was trained with; not those of its machine and call."""
-    model, data = checkpoint["hyper_parameters"], checkpoint["datamodule_hyper_parameters"]
-    other = {"num_workers", "data_dir", "cache_dir", "predict_source", "seed"}
-    return {
-        "seed_everything": data["seed"],
-        "model": {key: value for key, value in model.items() if key[0] != "_"},
-        "data": {key: value for key, value in data.items() if key[0] != "_" and key not in other},
-    }
-
-
 class RunFolder(SaveConfigCallback):
     """Gives each fit a folder of its own, `runs/<date>_<time>/`, and keeps in it, and with the MLflow run, the resolved
     recipe and what the run is made of."""
@@ -93,6 +57,8 @@ class RunFolder(SaveConfigCallback):
         if trainer.is_global_zero:
             recipe = self.parser.dump(self.config, skip_unset=False).encode()
             resumed = "-resumed" if (folder / "recipe.yaml").exists() else ""
+            if resumed:
+                tell_changes(yaml.safe_load((folder / "recipe.yaml").read_text()), yaml.safe_load(recipe))
             self.documents = {f"recipe{resumed}.yaml": recipe, **run_documents(), **trainer.datamodule.documents}
             for name, content in self.documents.items():
                 replace_file(folder / name, content)
@@ -115,6 +81,22 @@ class RunFolder(SaveConfigCallback):
                 return str(folder)
             except FileExistsError:
                 time.sleep(0.1)
+
+
+def tell_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Say in one line in which options, beside those of model and data, a run goes on in another way than it began."""
+
+    def flat(options: dict[str, Any]) -> dict[str, Any]:
+        return {
+            f"{section}.{key}".rstrip("."): value
+            for section, values in options.items()
+            if section not in ("model", "data", "ckpt_path", "resume")
+            for key, value in (values if isinstance(values, dict) else {"": values}).items()
+        }
+
+    old, new = flat(before), flat(now)
+    if changes := [f"{key} {new[key]} (was {old.get(key)})" for key in new if new[key] != old.get(key)]:
+        rank_zero_info(f"warning: from here on other options, and curves of two kinds: {', '.join(changes)}")
 
 
 @rank_zero_only

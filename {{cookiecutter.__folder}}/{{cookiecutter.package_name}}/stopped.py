@@ -12,9 +12,10 @@ from typing import Any
 from filelock import FileLock
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from . import PACKAGE, DamagedFile, NoRoom, UserError, runs
+from .checkpoints import load_checkpoint
 from .images import combine_hashes, file_hash
 from .store import StoreAway, StoreError
 from .tracking import KEPT, NOTE, UNSENT, MLflowRun
@@ -28,7 +29,10 @@ def identity(options: dict[str, Any]) -> str:
     return combine_hashes([json.dumps(own, sort_keys=True, default=str), *code])
 
 
-STOPS = (SIGTERMException, KeyboardInterrupt, OSError, NoRoom)  # after which a run can go on
+def goes_on(error: BaseException) -> bool:
+    """Whether the same command may come further than this error: not after a mistake of the user's; but after a signal,
+    on a disk with room, with a device, a worker or another process of the same run that did not die this time."""
+    return isinstance(error, NoRoom) or not isinstance(error, (UserError, MisconfigurationException))
 
 
 class StillRunning(UserError):
@@ -55,9 +59,10 @@ class Mark:
         except OSError as error:
             self.file.close()
             raise StillRunning(f"The run {folder.name} is still being trained, by another process.") from error
-        self.file.truncate(0)
-        self.file.write(identity)
-        self.file.flush()
+        if self.path.read_text() != identity:  # else left alone: another device's process may be reading it
+            self.file.truncate(0)
+            self.file.write(identity)
+            self.file.flush()
 
     def release(self, ended: bool) -> None:
         """Let go of the run, and take the mark away if it has come to its end."""
@@ -90,7 +95,7 @@ def usable_point(folder: Path) -> Path | None:
         path = folder / "checkpoints" / name
         if path.is_file():
             try:
-                runs.load_checkpoint(str(path))
+                load_checkpoint(str(path))
                 return path
             except DamagedFile as error:
                 rank_zero_info(f"{error} The resume point before it is tried.")
