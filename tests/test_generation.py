@@ -59,8 +59,9 @@ FILES = [
 ]
 
 PACKAGE = """
-__init__ __main__ augment backbones check checkpoints cli curves data export facts images latency listing loader metrics model optim
-order parity parser picture registry resume runs scan sources speed splits stopped store task tracking tune
+__init__ __main__ augment backbones check checkpoints cli curves data export facts images latency listing loader
+metrics model optim order parity parser picture registry resume runs scan sources speed splits stopped store task
+tracking tune
 """
 
 
