@@ -81,7 +81,9 @@ def trained(project: Path) -> SimpleNamespace:
     before = set((project / "runs").glob("20*"))
     # In float32, whatever this processor is fast with: the metrics of the export can then be compared closely.
     options = ["--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "1", "--trainer.precision", "32-true"]
-    output = call("fit", *SMALL, *QUIET, *options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow notes the store of an earlier test there
+        output = call("fit", *SMALL, *QUIET, *options)
     (folder,) = set((project / "runs").glob("20*")) - before
     checkpoints = folder / "checkpoints"
     return SimpleNamespace(
