@@ -802,7 +802,7 @@ class Unguarded:
 UNGUARDED: dict[str, tuple[str, Callable[[], None], int]] = {
     "kill": ("order and draws that depend on the batch alone", Unguarded.draws, 8),
     "terminate": ("order and draws that depend on the batch alone", Unguarded.draws, 8),
-    "devices": ("the agreement to stop", Unguarded.agreement, 2),
+    "devices": ("the agreement to stop", Unguarded.agreement, 4),
     "disk": ("writing beside the target", Unguarded.writing, 4),
     "checkpoint": ("reading plain data alone", Unguarded.reading, 6),
     "first_runs": ("the store's lock", Unguarded.lock, 2),

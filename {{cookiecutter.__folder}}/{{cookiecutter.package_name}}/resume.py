@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -116,16 +115,20 @@ class ResumePoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.signum, due = agree(trainer, self.signum, time.monotonic() - self.saved >= 60 * self.minutes)
-        if self.may_stop(trainer) or trainer.world_size == 1 and trainer.is_last_batch:
-            trainer._signal_connector.received_sigterm = bool(self.signum)  # stops when this hook is through
-        if due and not self.signum and self.may_stop(trainer):
+        signum, due = agree(trainer, self.signum, time.monotonic() - self.saved >= 60 * self.minutes)
+        if signum and (self.may_stop(trainer) or trainer.world_size == 1 and trainer.is_last_batch):
+            self.stop(trainer, signum)
+        elif due and self.may_stop(trainer):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save(trainer)
-        (self.signum,) = agree(trainer, self.signum)
-        trainer._signal_connector.received_sigterm = bool(self.signum)
+        if signum := agree(trainer, self.signum)[0]:
+            self.stop(trainer, signum)
+
+    def stop(self, trainer: Trainer, signum: int) -> None:
+        """Once this hook is through. Where nothing is to be stopped nothing is set, for a signal may come right then."""
+        self.signum, trainer._signal_connector.received_sigterm = signum, True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):
@@ -133,7 +136,7 @@ class ResumePoint(Checkpoint):
             if trainer.training and self.may_stop(trainer):
                 self.save(trainer)
             environment = trainer._accelerator_connector.cluster_environment
-            if isinstance(environment, SLURMEnvironment) and self.signum == environment.requeue_signal:
+            if self.signum and self.signum == getattr(environment, "requeue_signal", None):  # SLURM's
                 requeue(trainer)
         self.end(ended=not goes_on(exception))
 
