@@ -136,7 +136,7 @@ class ResumePoint(Checkpoint):
             if trainer.training and self.may_stop(trainer):
                 self.save(trainer)
             environment = trainer._accelerator_connector.cluster_environment
-            if self.signum and self.signum == getattr(environment, "requeue_signal", None):  # SLURM's
+            if self.signum and self.signum == getattr(environment, "requeue_signal", None):  # SLURM
                 requeue(trainer)
         self.end(ended=not goes_on(exception))
 
