@@ -127,7 +127,7 @@ class ResumePoint(Checkpoint):
             self.stop(trainer, signum)
 
     def stop(self, trainer: Trainer, signum: int) -> None:
-        """Once this hook is through. Where nothing is to be stopped nothing is set, for a signal may come right then."""
+        """Once this hook is through. Else nothing is set here, for a signal may come at that very moment."""
         self.signum, trainer._signal_connector.received_sigterm = signum, True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
