@@ -753,10 +753,17 @@ class Unguarded:
         loader.seed_batch, order.done_batches = lambda *_: None, lambda trainer: 0
 
     @staticmethod
-    def agreement() -> None:
+    def devices() -> None:
         from my_lightning_project.resume import ResumePoint
 
-        ResumePoint.on_fit_start = lambda *_: None
+        load = ResumePoint.on_load_checkpoint
+
+        def first(self: Any, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            states = checkpoint.get("train_metrics", {})
+            checkpoint["train_metrics"] = {key: value[:1].expand_as(value) for key, value in states.items()}
+            load(self, trainer, module, checkpoint)
+
+        ResumePoint.on_fit_start, ResumePoint.on_load_checkpoint = lambda *_: None, first
 
     @staticmethod
     def writing() -> None:
@@ -802,7 +809,7 @@ class Unguarded:
 UNGUARDED: dict[str, tuple[str, Callable[[], None], int]] = {
     "kill": ("order and draws that depend on the batch alone", Unguarded.draws, 8),
     "terminate": ("order and draws that depend on the batch alone", Unguarded.draws, 8),
-    "devices": ("the agreement to stop", Unguarded.agreement, 4),
+    "devices": ("the agreement to stop, and each device's own metrics", Unguarded.devices, 6),
     "disk": ("writing beside the target", Unguarded.writing, 4),
     "checkpoint": ("reading plain data alone", Unguarded.reading, 6),
     "first_runs": ("the store's lock", Unguarded.lock, 2),
