@@ -69,7 +69,7 @@ def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen
 def run(folder: Path, *arguments: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m <package> ...` in a project, and expect this exit code."""
     process = start(folder, *arguments, **environment)
-    output, log = process.communicate(timeout=300)
+    output, log = process.communicate(timeout=900)
     assert process.returncode == code, f"{output[-2000:]}\n{log[-4000:]}"
     return subprocess.CompletedProcess(arguments, code, output, log)
 
