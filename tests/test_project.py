@@ -352,7 +352,7 @@ def test_an_export_that_fails_fails_the_run_and_keeps_the_checkpoint(project: Pa
 @pytest.mark.parametrize(
     ("leaf", "symbols", "keys"),
     [
-        ("check", r'from \.check|\bcheck = check\b|"check": |\bcheck\(', []),
+        ("check", r'from \.check import|\bcheck = check\b|"check": |\bcheck\(', []),
         ("export", r'from \.export|\bexport = export\b|"export": |OnnxExport|export_summary', ["onnx"]),
         ("registry", r'from \.registry|\bregister = register\b|"register": |Registry|register_best', ["registry"]),
     ],
