@@ -222,12 +222,15 @@ def test_the_last_epoch_is_recorded_though_the_run_was_stopped_right_after_it(
     assert [point.step for point in history] == [4, 9]
 
 
-def test_a_mark_that_another_device_may_be_reading_is_not_written_anew(tmp_path: Path) -> None:
+def test_a_mark_is_held_and_not_written_anew_for_another_device_may_be_reading_it(tmp_path: Path) -> None:
     Mark(tmp_path, "mine").release(ended=False)
     os.utime(tmp_path / "unfinished", (1, 1))
     mark = Mark(tmp_path, "mine")
     assert (tmp_path / "unfinished").stat().st_mtime == 1
+    take = f"import fcntl; fcntl.lockf(open({str(mark.path)!r}, 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    assert b"BlockingIOError" in subprocess.run([sys.executable, "-c", take], capture_output=True).stderr
     mark.release(ended=True)
+    assert not mark.path.exists()
 
 
 # What is the same run

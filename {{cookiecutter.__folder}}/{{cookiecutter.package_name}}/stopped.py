@@ -30,8 +30,7 @@ def identity(options: dict[str, Any]) -> str:
 
 
 def goes_on(error: BaseException) -> bool:
-    """Whether the same command may come further than this error: not after a mistake of the user's; but after a signal,
-    on a disk with room, with a device, a worker or another process of the same run that did not die this time."""
+    """Whether the same command may come further: after all but a mistake of the user's, even a device that failed."""
     return isinstance(error, NoRoom) or not isinstance(error, (UserError, MisconfigurationException))
 
 
@@ -59,7 +58,8 @@ class Mark:
         except OSError as error:
             self.file.close()
             raise StillRunning(f"The run {folder.name} is still being trained, by another process.") from error
-        if self.path.read_text() != identity:  # else left alone: another device's process may be reading it
+        self.file.seek(0)  # and by this file alone: closing another one on it would let go of the lock
+        if self.file.read() != identity:  # else left alone: another device's process may be reading it
             self.file.truncate(0)
             self.file.write(identity)
             self.file.flush()
