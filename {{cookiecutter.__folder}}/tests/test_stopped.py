@@ -126,6 +126,7 @@ def test_slurm_takes_a_job_back_that_has_saved_where_it_was(
     small_fit: Callable[..., str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
@@ -143,7 +144,8 @@ def test_slurm_takes_a_job_back_that_has_saved_where_it_was(
     scontrol.write_text("#!/bin/sh\nexit 3\n")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
-    assert stop(signal.SIGUSR1, 1, 2, "--trainer.max_epochs", "2") == 128 + signal.SIGUSR1  # and a warning names 77_5
+    assert stop(signal.SIGUSR1, 1, 2, "--trainer.max_epochs", "2") == 128 + signal.SIGUSR1
+    assert [line for line in caplog.messages if "SLURM did not take the job 77_5 back" in line]
 
 
 def test_a_device_that_fails_is_no_end(
