@@ -460,5 +460,5 @@ def test_a_further_callback_is_a_line_of_the_recipe(project: Path) -> None:
 
 def test_the_project_s_own_tests_pass(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    result = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=1200)
     assert " passed" in result.stdout.splitlines()[-1] and result.returncode == 0, result.stdout[-4000:]

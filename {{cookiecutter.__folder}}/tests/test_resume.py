@@ -158,7 +158,7 @@ def test_other_options_of_a_resumed_run_are_said(
     trained: SimpleNamespace, command: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, options = tmp_path / "run", ["--trainer.max_epochs", "3", "--trainer.precision", "32-true"]
-    options += ["--trainer.log_every_n_steps", "1", "--trainer.logger", "false", "--registry.enabled", "false"]
+    options += ["--trainer.log_every_n_steps", "1", "--trainer.logger", "false", "--onnx.enabled", "false"]
     shutil.copytree(trained.folder, folder)
     arguments = ["fit", "--ckpt_path", str(folder / "checkpoints" / "last.ckpt"), *options]
     command(*arguments, "--seed_everything", "43", "--trainer.gradient_clip_val", "0.5")
