@@ -31,6 +31,7 @@ def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for who in ("AUTHOR", "COMMITTER"):
             patch.setenv(f"GIT_{who}_NAME", "A")
             patch.setenv(f"GIT_{who}_EMAIL", "a@b.invalid")
+        patch.setenv("OMP_NUM_THREADS", "1")  # networks this small gain nothing from more, and tests run side by side
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # projects are shared between tests and stay as they were made
         yield
 

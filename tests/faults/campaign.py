@@ -52,6 +52,7 @@ VARIANTS = {
     "ema": ["--ema.decay", "0.7"],
     "plateau": ["--model.schedule", "plateau"],
     "mixup": ["--data.mixup", "0.4"],
+    "validation": ["--trainer.val_check_interval", "2"],
     "tracked": ["--trainer.logger", "true"],
 }
 HOOKS = (
@@ -748,22 +749,21 @@ class Unguarded:
 
     @staticmethod
     def draws() -> None:
-        from my_lightning_project import loader, order
+        """As tutorials do it: a generator with a seed, which a new process draws from anew."""
+        from my_lightning_project import loader
+        from torch.utils.data import RandomSampler
 
-        loader.seed_batch, order.done_batches = lambda *_: None, lambda trainer: 0
+        def order(split: Any, options: Any, *_: Any) -> Any:
+            return RandomSampler(split, generator=torch.Generator().manual_seed(options["seed"]))
+
+        loader.seed_batch, loader.training_order = lambda *_: None, order
 
     @staticmethod
     def devices() -> None:
         from my_lightning_project.resume import ResumePoint
 
-        load = ResumePoint.on_load_checkpoint
-
-        def first(self: Any, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-            states = checkpoint.get("train_metrics", {})
-            checkpoint["train_metrics"] = {key: value[:1].expand_as(value) for key, value in states.items()}
-            load(self, trainer, module, checkpoint)
-
-        ResumePoint.on_fit_start, ResumePoint.on_load_checkpoint = lambda *_: None, first
+        Unguarded.draws()
+        ResumePoint.on_fit_start = lambda *_: None
 
     @staticmethod
     def writing() -> None:
@@ -807,9 +807,9 @@ class Unguarded:
 
 # Kind -> what is taken out, in words; how; and how many tries show what it does. `save` has an arm of its own.
 UNGUARDED: dict[str, tuple[str, Callable[[], None], int]] = {
-    "kill": ("order and draws that depend on the batch alone", Unguarded.draws, 8),
-    "terminate": ("order and draws that depend on the batch alone", Unguarded.draws, 8),
-    "devices": ("the agreement to stop, and each device's own metrics", Unguarded.devices, 6),
+    "kill": ("order and draws by epoch and position", Unguarded.draws, 8),
+    "terminate": ("order and draws by epoch and position", Unguarded.draws, 8),
+    "devices": ("the agreement to stop, and order by position", Unguarded.devices, 6),
     "disk": ("writing beside the target", Unguarded.writing, 4),
     "checkpoint": ("reading plain data alone", Unguarded.reading, 6),
     "first_runs": ("the store's lock", Unguarded.lock, 2),

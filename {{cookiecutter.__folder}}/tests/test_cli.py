@@ -40,8 +40,10 @@ def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     __main__.main()
 
 
-def test_the_list_of_commands_is_complete() -> None:
-    assert set(__main__.COMMANDS) == set(CLI.subcommands())
+@pytest.mark.parametrize("name", __main__.COMMANDS)
+def test_a_command_builds_its_own_options_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["project", name])
+    assert set(CLI.subcommands()) == {name}
 
 
 def test_the_list_of_commands_costs_no_import_of_torch() -> None:

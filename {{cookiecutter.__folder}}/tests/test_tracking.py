@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,7 +253,8 @@ def test_training_starts_without_its_store_and_nothing_is_lost(
     again = make()
     data, names = again.experiment.get_run(again.run_id).data, again.experiment.list_artifacts(again.run_id)
     assert (data.params, data.tags["code"], [item.path for item in names]) == ({"lr": "0.1"}, "this", ["notes.txt"])
-    assert (steps(again), again.experiment.get_run(again.run_id).info.run_name) == ([0], "run")
+    info = again.experiment.get_run(again.run_id).info
+    assert (steps(again), info.run_name, info.start_time) == ([0], "run", run.outbox["began"])
     assert not (folder / UNSENT).exists()
 
 
@@ -261,9 +264,12 @@ def test_a_run_that_ended_without_its_store_has_its_status_there(make: Make, go_
     run.flush()
     go_away(True)
     run.finalize("failed")
+    ended = run.outbox["ended"]
     go_away(False)
+    time.sleep(0.01)
     tidy_store(make(used=False), None)
-    assert run.experiment.get_run(run.run_id).info.status == "FAILED"
+    info = run.experiment.get_run(run.run_id).info
+    assert (info.status, info.start_time, info.end_time) == ("FAILED", run.outbox["began"], ended)
 
 
 def test_a_refusal_later_stops_nothing(make: Make, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
@@ -386,6 +392,28 @@ def test_points_that_are_sent_twice_are_there_once(make: Make, go_away: Go, fold
     assert steps(run) == [0]
 
 
+def test_several_that_tidy_at_once_send_each_point_once(
+    make: Make, go_away: Go, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make()
+    run.log_metrics({"loss": 1.0}, 0)
+    go_away(True)
+    run.finalize("success")
+    go_away(False)
+    send = MlflowClient.log_batch
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.5)
+        send(*args, **kwargs)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", slowly)
+    with ThreadPoolExecutor(3) as pool:
+        counts = list(pool.map(lambda _: tidy_store(make(used=False), None), range(3)))
+    again = make()
+    assert (sorted(counts), steps(again)) == ([0, 0, 1], [0])
+    assert len(again.experiment.search_runs([again.experiment_id])) == 1
+
+
 def test_a_resumed_run_sends_what_the_stopped_one_could_not(make: Make, go_away: Go) -> None:
     run = make()
     run.log_metrics({"loss": 1.0}, 0)
@@ -420,12 +448,10 @@ def test_a_hanging_store_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (times[0] + 1) * times[1] <= 15 and os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == before
 
 
-def test_an_experiment_that_another_process_has_just_made_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_that_another_process_has_just_made_is_used() -> None:
     first, second = MLflowRun("at once"), MLflowRun("at once")
-    find = second.experiment.get_experiment_by_name
-    answers = iter([None])  # what the second process was told before the first one made it
-    monkeypatch.setattr(second.experiment, "get_experiment_by_name", lambda name: next(answers, find(name)))
     assert first.experiment_id is not None and first.experiment_id == second.experiment_id
+    assert first.run_id != second.run_id
 
 
 def test_a_run_knows_its_versions_and_its_code() -> None:

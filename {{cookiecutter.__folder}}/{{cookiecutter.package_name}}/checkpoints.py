@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from . import DamagedFile, NoRoom, UserError
+from .images import replace_file
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
 
@@ -32,24 +33,13 @@ class DurableIO(TorchCheckpointIO):
                     "Lower model.lr."
                 )
         torch.save(checkpoint, buffer)  # first, because PyTorch hides why it could not write a file
-        part = target.with_name(f".{target.name}.part")  # takes the place of one that a killed process left
+        for part in target.parent.glob(f".{target.name}.*.part"):  # that a killed process left
+            part.unlink(missing_ok=True)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                file.write(buffer.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(target)
-            folder = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            replace_file(target, buffer.getbuffer())
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            if part.exists():
-                part.unlink()
             still = "its older version is still good" if target.exists() else "there is no older version of it"
             raise NoRoom(
                 f"{target} can't be written: {os.strerror(error.errno)}; {still}. It needs "

@@ -15,13 +15,10 @@ from . import PACKAGE, ROOT
 def command_output(*command: str) -> str:
     """What a program prints, or `none` where it is missing or fails."""
     try:
-        return (
-            subprocess.run(command, capture_output=True, check=True, timeout=10)
-            .stdout.decode(errors="surrogateescape")
-            .rstrip("\n")
-        )
+        result = subprocess.run(command, capture_output=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return "none"
+    return result.stdout.decode(errors="surrogateescape").rstrip("\n")
 
 
 def run_facts() -> dict[str, str]:

@@ -137,12 +137,23 @@ def combine_hashes(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that others see the old content or the new, never a part."""
+def replace_file(path: Path, content: bytes | memoryview) -> None:
+    """Write a file so that others see the old content or the new, never a part; nor does a power cut leave one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_bytes(content)
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name as well
+    finally:
+        os.close(folder)
 
 
 def channel_statistics(images: Any, rows: Tensor) -> tuple[list[float], list[float]]:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,8 @@ def requeue(trainer: Trainer) -> None:
 class ResumePoint(Checkpoint):
     """Keeps `last.ckpt`, from which a stopped run goes on, and `previous.ckpt`, the one before.
 
-    Written at each epoch's end, every few minutes within it, and on SIGTERM; but not after an epoch's last batch, for
-    Lightning 2.6 would then skip its validation on resuming, nor between the batches of one accumulated step.
+    Written at each epoch's end, every few minutes within it, and on SIGTERM; but not between the batches of one
+    accumulated step, nor after a batch that validation follows, for Lightning 2.6 would skip that on resuming.
 
     Args:
         minutes: Time between two resume points within an epoch; how much a kill can cost.
@@ -74,8 +73,9 @@ class ResumePoint(Checkpoint):
 
     def may_stop(self, trainer: Trainer) -> bool:
         """Whether training would go on exactly from here, within an epoch."""
-        done = done_batches(trainer)
-        return 0 < done < trainer.num_training_batches and done % trainer.accumulate_grad_batches == 0
+        done, loop = done_batches(trainer), trainer.fit_loop
+        within = 0 < done < trainer.num_training_batches and done % trainer.accumulate_grad_batches == 0
+        return within and not loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and trainer.is_global_zero and self.identity and self.mark is None:
@@ -85,24 +85,22 @@ class ResumePoint(Checkpoint):
         for logger in trainer.loggers:
             for step, metrics in self.unrecorded.items():  # which the logger leaves out if they are there after all
                 logger.log_metrics(metrics, step)
-        if threading.current_thread() is threading.main_thread():
-            connector = trainer._signal_connector
+        connector = trainer._signal_connector
 
-            def stop(signum: int, _: Any) -> None:
-                self.signum = signum
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # the next one stops at once
-                if trainer.world_size == 1 and not trainer.training:  # else where all devices can stop, and save
-                    connector.received_sigterm = True
+        def stop(signum: int, _: Any) -> None:
+            self.signum = signum
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # the next one stops at once
+            if trainer.world_size == 1 and not trainer.training:  # else where all devices can stop, and save
+                connector.received_sigterm = True
 
-            # Lightning is about to register these. Its own would wait, within the handler, for the other devices,
-            # which need not have got the signal; and on SLURM save in the middle of a step.
-            connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = stop  # type: ignore[method-assign]
-            signal.signal(signal.SIGINT, stop)
+        # Lightning is about to register these. Its own would wait, within the handler, for the other devices, which
+        # need not have got the signal; and on SLURM save in the middle of a step.
+        connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = stop  # type: ignore[method-assign]
+        connector._register_signal(signal.SIGINT, stop)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+            trainer._signal_connector._register_signal(signal.SIGINT, signal.default_int_handler)
             if agree(trainer, self.signum)[0]:  # it came after the last epoch
                 raise SIGTERMException
 
@@ -156,10 +154,8 @@ class ResumePoint(Checkpoint):
         metrics.persistent(True)
         state = {key: value.detach().clone() for key, value in metrics.state_dict().items()}
         metrics.persistent(False)
-        gathered = {key: trainer.strategy.all_gather(value) for key, value in state.items()}
-        checkpoint["train_metrics"] = {
-            key: value if trainer.world_size > 1 else value.unsqueeze(0) for key, value in gathered.items()
-        }
+        gathered = {key: trainer.strategy.all_gather(value) for key, value in state.items()}  # as it is for one device
+        checkpoint["train_metrics"] = {key: value.reshape(-1, *state[key].shape) for key, value in gathered.items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != "fit":

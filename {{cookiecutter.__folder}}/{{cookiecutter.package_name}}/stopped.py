@@ -40,15 +40,8 @@ class StillRunning(UserError):
 
 class Mark:
     """The file `unfinished` in a run's folder, there from the start of the run to its end, with the run's identity.
-    While the run's process lives, it is locked, by a lock that workers do not inherit and a kill takes away.
-
-    Args:
-        folder: That of the run.
-        identity: That of the run.
-
-    Raises:
-        StillRunning: Another process is at work on this run.
-    """
+    While the run's process lives, it is locked, by a lock that workers do not inherit and a kill takes away. Raises
+    StillRunning where another process is at work on this run."""
 
     def __init__(self, folder: Path, identity: str) -> None:
         self.path = folder / "unfinished"
@@ -103,11 +96,7 @@ def usable_point(folder: Path) -> Path | None:
 
 
 def stopped_run(own: str) -> tuple[Mark | None, Path] | None:
-    """The newest stopped run of an identity that can go on: its mark, taken, and its resume point.
-
-    Args:
-        own: The identity that is looked for.
-    """
+    """The newest stopped run of this identity that can go on: its mark, taken, and its resume point."""
     first = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0  # others go where this one leads
     for path in sorted(runs.RUNS.glob("*/unfinished"), reverse=True):
         try:

@@ -42,6 +42,7 @@ class MLflowRun(MLFlowLogger):
             super().__init__(experiment_name or PACKAGE.name, tracking_uri=uri, artifact_location=location)
         self.keep_open = False  # whether more will be recorded after training, before the run counts as finished
         self.outbox: dict[str, Any] = {"points": [], "params": {}, "tags": {}, "documents": [], "status": None}
+        self.outbox |= {"began": int(time.time() * 1000), "ended": None}  # ms since 1970, as MLflow counts
         self.outbox |= {"uri": without_password(uri), "experiment": self._experiment_name, "token": uuid.uuid4().hex}
         self._known: dict[str, int] = {}  # the newest step of each metric that a stopped process had recorded
         self._last_flush, self._retry_at = time.monotonic(), 0.0
@@ -105,9 +106,13 @@ class MLflowRun(MLFlowLogger):
     @rank_zero_only
     def connect(self) -> None:
         """Find or make the experiment and the run. Raises StoreError if the store does not answer or refuses."""
+        import mlflow
+        from mlflow.tracking.context.registry import resolve_tags
+
         client = self._mlflow_client
         if self._connected:
             return
+        mlflow.set_tracking_uri(self._tracking_uri)  # for its functions that registration calls
         with plain_errors(self._tracking_uri), store.STORE_LOCK:
             if self._folder and not self._run_id:
                 if (self._folder / UNSENT).is_file():  # a process may have been killed just when it had made the run
@@ -115,16 +120,21 @@ class MLflowRun(MLFlowLogger):
                     found = client.search_runs(everywhere, f"tags.token = '{self.outbox['token']}'")
                     self._run_id = found[0].info.run_id if found else None
                 self.keep()
-            self.tags = {"token": self.outbox["token"]}
-            with existing_is_fine():
-                _ = super().experiment
-            _ = super().experiment  # finds the experiment, where another process has just made it
-            run_id = str(self._run_id)
+            if not self._run_id:
+                with existing_is_fine():  # it mostly does; and another process may be making it at this very moment
+                    client.create_experiment(self._experiment_name, self._artifact_location)
+                experiment = client.get_experiment_by_name(self._experiment_name)
+                tags = resolve_tags({"token": self.outbox["token"]})
+                made = client.create_run(experiment.experiment_id, self.outbox["began"], tags, self._run_name)
+                self._run_id = made.info.run_id
+            run_id = self._run_id
+            run = client.get_run(run_id)
+            self._experiment_id = run.info.experiment_id
             if self._folder:
                 replace_file(self._folder / NOTE, run_id.encode())
             if not self._ended:
                 client.update_run(run_id, "RUNNING")
-            for key in client.get_run(run_id).data.metrics:  # of a run that goes on; a new one has none
+            for key in run.data.metrics:  # of a run that goes on; a new one has none
                 newest = max(point.step for point in client.get_metric_history(run_id, key))
                 self.outbox["points"] = [item for item in self.outbox["points"] if item[0] != key or item[3] > newest]
                 self._known[key] = max(newest, self._known.get(key, -1))
@@ -178,7 +188,7 @@ class MLflowRun(MLFlowLogger):
                 client.log_batch(run_id, metrics=[Metric(*point) for point in left["points"][:1000]])
                 del left["points"][:1000]
             if left["status"]:
-                client.set_terminated(run_id, left["status"])
+                client.set_terminated(run_id, left["status"], left["ended"])
                 left["status"] = None
         self._error = None
         if self._folder:
@@ -217,4 +227,5 @@ class MLflowRun(MLFlowLogger):
         if not (status == "success" and self.keep_open):
             stopped = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException))
             self.outbox["status"] = "FINISHED" if status == "success" else "KILLED" if stopped else "FAILED"
+            self.outbox["ended"] = int(time.time() * 1000)
         self.flush(patient=status == "success")  # a process that was told to stop has seconds
