@@ -9,6 +9,7 @@ same. The data are random images in FashionMNIST's files.
 well; in the last, a resume point each second instead of every ten minutes. On one core, by turns in one process; the
 clock counts the processor seconds of a whole epoch, validation included, after the first one.
 Ratios above 1 are in favour of the project.
+The shares say what exact resuming costs: how much of the time of `fit`, waiting for the disk included, its parts take.
 """
 
 import argparse
@@ -19,10 +20,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from project import describe_machine, generate
 from torch import nn
 from torch.nn import functional as F
@@ -102,6 +106,51 @@ def project_fit(root: Path, *options: str) -> list[float]:
     return [end - start for start, end in zip(starts[1:], starts[2:], strict=False)]
 
 
+# What exact resuming adds to training, in words -> where it is.
+ADDED = {
+    "draws by position, for each batch": ("loader", "seed_batch"),
+    "looking for a signal and the time, for each batch": ("resume.ResumePoint", "on_train_batch_end"),
+    "a resume point at each epoch's end": ("resume.ResumePoint", "on_train_epoch_end"),
+}
+
+
+def shares(root: Path) -> dict[str, float]:
+    """The share of `fit`'s time in each of these; of all epochs, validation included."""
+    import my_lightning_project.cli as cli
+
+    spent, replaced = dict.fromkeys(ADDED, 0.0), []
+
+    def timed(words: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent[words] += time.perf_counter() - start
+
+        return call
+
+    for words, (place, name) in ADDED.items():
+        owner = attrgetter(place)(sys.modules[cli.__package__])
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, timed(words, getattr(owner, name)))
+    loop, seconds = FitLoop.run, []
+
+    def run(self: Any) -> None:
+        start = time.perf_counter()
+        loop(self)
+        seconds.append(time.perf_counter() - start)
+
+    FitLoop.run = run
+    try:
+        project_fit(root)
+    finally:
+        FitLoop.run = loop
+        for owner, name, method in replaced:
+            setattr(owner, name, method)
+    return {words: value / seconds[0] for words, value in spent.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -124,16 +173,23 @@ def main() -> None:
         pairs = [("fit", "plain loop"), ("fit", "fit untracked"), ("fit, a point for every step", "fit untracked")]
         pairs += [("fit, a resume point each second", "fit")]
         ratios: dict[tuple[str, str], list[float]] = {}
+        parts: dict[str, list[float]] = {}
         for number in range(options.rounds + 1):
             seconds = {arm: statistics.median(run()) for arm, run in arms.items()}
             if number:  # the first round warms up
                 for mine, other in pairs:
                     ratios.setdefault((mine, other), []).append(seconds[other] / seconds[mine])
+                for words, value in shares(root).items():
+                    parts.setdefault(words, []).append(value)
         print(describe_machine())
         print(f"1 core, {options.rounds} rounds; samples/s of the first over those of the second")
         for (mine, other), values in ratios.items():
             low, high = min(values), max(values)
             print(f"  {mine} / {other}".ljust(54), f"{statistics.median(values):5.2f}   ({low:.2f} to {high:.2f})")
+        print("share of the time of fit")
+        for words, values in parts.items():
+            low, high = min(values), max(values)
+            print(f"  {words}".ljust(54), f"{statistics.median(values):6.2%}  ({low:.2%} to {high:.2%})")
 
 
 if __name__ == "__main__":

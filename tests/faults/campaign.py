@@ -754,7 +754,9 @@ class Unguarded:
         from torch.utils.data import RandomSampler
 
         def order(split: Any, options: Any, *_: Any) -> Any:
-            return RandomSampler(split, generator=torch.Generator().manual_seed(options["seed"]))
+            sampler = RandomSampler(split, generator=torch.Generator().manual_seed(options["seed"]))
+            sampler.set_epoch = lambda epoch: None  # type: ignore[attr-defined] # which `check` calls
+            return sampler
 
         loader.seed_batch, loader.training_order = lambda *_: None, order
 

@@ -31,9 +31,6 @@ from .tune import tune
 
 RECIPE = ROOT / "recipe.yaml" if (ROOT / "recipe.yaml").is_file() else PACKAGE / "recipe.yaml"
 
-# What a bare argument means, where it is no checkpoint: `predict photos/`.
-POSITIONAL = {"predict": "--data.predict_source"}
-
 
 class Trainer(L.Trainer):
     """Lightning's Trainer, with our commands beside its own: each method that `CLI.subcommands` names is one."""
@@ -201,7 +198,7 @@ def run() -> None:
     command, arguments = sys.argv[1], sys.argv[2:]
     alone = command in ("fit", "check", "tune", "sync")  # needs no checkpoint
     if arguments and not alone and not arguments[0].startswith("-"):
-        arguments.insert(0, POSITIONAL.get(command, "--ckpt_path"))
+        arguments.insert(0, "--data.predict_source" if command == "predict" else "--ckpt_path")
     explicit = any(word.split("=")[0] in ("--ckpt_path", "--help", "-h", "--print_config") for word in arguments)
     with short_answers():
         if not alone and not explicit:

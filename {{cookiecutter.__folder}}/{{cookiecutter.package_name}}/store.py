@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from filelock import FileLock
 
@@ -83,6 +84,23 @@ def existing_is_fine() -> Iterator[None]:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
+
+
+def find_run(client: Any, token: str) -> str | None:
+    """The id of the run with this token, in whatever experiment."""
+    everywhere = [item.experiment_id for item in client.search_experiments()]
+    found = client.search_runs(everywhere, f"tags.token = '{token}'")
+    return found[0].info.run_id if found else None
+
+
+def make_run(client: Any, experiment: str, location: str | None, name: str | None, token: str, began: int) -> str:
+    """A new run, which began then, in ms since 1970, of an experiment that may be new as well; returns its id."""
+    from mlflow.tracking.context.registry import resolve_tags
+
+    with existing_is_fine():  # it mostly does; and another process may be making it at this very moment
+        client.create_experiment(experiment, location)
+    experiment_id = client.get_experiment_by_name(experiment).experiment_id
+    return str(client.create_run(experiment_id, began, resolve_tags({"token": token}), name).info.run_id)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from . import PACKAGE, store
 from .images import replace_file
-from .store import StoreAway, StoreError, existing_is_fine, impatient, plain_errors, without_password
+from .store import StoreAway, StoreError, impatient, plain_errors, without_password
 
 UNSENT, NOTE = "unsent.json", "mlflow_run_id"  # in a run's folder: what the store has not got, and the run's id there
 KEPT = f"Until then all is kept in the run's folder; the next run sends it, or: python -m {PACKAGE.name} sync"
@@ -107,27 +107,19 @@ class MLflowRun(MLFlowLogger):
     def connect(self) -> None:
         """Find or make the experiment and the run. Raises StoreError if the store does not answer or refuses."""
         import mlflow
-        from mlflow.tracking.context.registry import resolve_tags
 
         client = self._mlflow_client
         if self._connected:
             return
         mlflow.set_tracking_uri(self._tracking_uri)  # for its functions that registration calls
         with plain_errors(self._tracking_uri), store.STORE_LOCK:
+            token, began = self.outbox["token"], self.outbox["began"]
             if self._folder and not self._run_id:
                 if (self._folder / UNSENT).is_file():  # a process may have been killed just when it had made the run
-                    everywhere = [item.experiment_id for item in client.search_experiments()]
-                    found = client.search_runs(everywhere, f"tags.token = '{self.outbox['token']}'")
-                    self._run_id = found[0].info.run_id if found else None
+                    self._run_id = store.find_run(client, token)
                 self.keep()
-            if not self._run_id:
-                with existing_is_fine():  # it mostly does; and another process may be making it at this very moment
-                    client.create_experiment(self._experiment_name, self._artifact_location)
-                experiment = client.get_experiment_by_name(self._experiment_name)
-                tags = resolve_tags({"token": self.outbox["token"]})
-                made = client.create_run(experiment.experiment_id, self.outbox["began"], tags, self._run_name)
-                self._run_id = made.info.run_id
-            run_id = self._run_id
+            place = self._experiment_name, self._artifact_location
+            self._run_id = run_id = self._run_id or store.make_run(client, *place, self._run_name, token, began)
             run = client.get_run(run_id)
             self._experiment_id = run.info.experiment_id
             if self._folder:
@@ -162,11 +154,8 @@ class MLflowRun(MLFlowLogger):
             self.flush()
 
     def send(self, patient: bool = False) -> None:
-        """Send everything, each thing leaving the outbox once it is there; a call takes at most 1,000 points.
-
-        Raises:
-            StoreError: The store does not answer or refuses.
-        """
+        """Send everything, each thing leaving the outbox once it is there; a call takes at most 1,000 points. Raises
+        StoreError if the store does not answer or refuses."""
         from mlflow.entities import Metric, Param, RunTag
 
         left = self.outbox
@@ -196,11 +185,8 @@ class MLflowRun(MLFlowLogger):
 
     @rank_zero_only
     def flush(self, patient: bool = False) -> None:
-        """Send everything, or keep it, and say so, where that can't be done now.
-
-        Raises:
-            StoreError: The store refuses from the start.
-        """
+        """Send everything, or keep it, and say so, where that can't be done now. Raises StoreError if the store refuses
+        from the start."""
         self._last_flush, before = time.monotonic(), self._error
         try:
             self.send(patient)
